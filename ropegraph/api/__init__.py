@@ -1,0 +1,1 @@
+"""What the caller touches, and the only mutable objects."""

@@ -1,0 +1,1 @@
+"""Step -> Executable; see manifest.py for the list."""

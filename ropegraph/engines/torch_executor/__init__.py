@@ -1,0 +1,1 @@
+"""The meaning of every op on any device, by torch."""

@@ -1,0 +1,1 @@
+"""Plan and the caller's buffers -> results."""

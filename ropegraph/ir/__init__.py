@@ -1,0 +1,1 @@
+"""The intermediate representation: frozen values, no torch, no CUDA."""

@@ -1,0 +1,180 @@
+"""The graph as a value: frozen nodes over named tensors.
+
+Edges are value names, so an edit that drops a node leaves no stale pointer behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ropegraph.dtypes import DType
+from ropegraph.errors import InternalError
+from ropegraph.ir.ops import Op, RopePair
+
+if TYPE_CHECKING:
+    from ropegraph.ir.contract import FoldContract
+
+A = TypeVar("A", bound=Op, covariant=True)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the graph.
+
+    dim, stride: stride in elements.  ragged_offset: the value holding [b + 1] element offsets
+    (times ragged_multiplier) of the sequences; None for a dense tensor.
+    is_host: a CPU scalar read at execute (pass by value).  uid: the user's, else None.
+    """
+
+    name: str
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: DType
+    uid: int | None = None
+    ragged_offset: str | None = None
+    ragged_multiplier: int = 1
+    is_host: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.dim:
+            count *= extent
+        return count
+
+    @property
+    def span_elems(self) -> int:
+        """Elements from the first to the last one that dim and stride reach, inclusive."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((d - 1) * s for d, s in zip(self.dim, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class Node(Generic[A]):
+    """One operation: attributes, and ports to value names in both directions."""
+
+    name: str
+    attrs: A
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    def with_attrs(self, **changes: object) -> Node[A]:
+        return replace(self, attrs=replace(self.attrs, **changes))  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in execution order, and which values the caller sees.
+
+    visible: values the caller binds (set_output or set_uid).  saved: exported for the backward
+    graph alone, in whatever form the passes leave them.
+    fold: off, q, symmetric or auto.  contract: what a backward graph must agree with.
+    """
+
+    name: str
+    values: Mapping[str, Value]
+    nodes: tuple[Node[Op], ...]
+    visible: frozenset[str] = frozenset()
+    saved: frozenset[str] = frozenset()
+    fold: str = "auto"
+    fold_log2: bool = False
+    contract: FoldContract | None = None
+
+    @cached_property
+    def _producers(self) -> dict[str, Node[Op]]:
+        return {value: node for node in self.nodes for value in node.outputs.values()}
+
+    @cached_property
+    def _readers(self) -> dict[str, list[Node[Op]]]:
+        readers: dict[str, list[Node[Op]]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs.values()):
+                readers.setdefault(value, []).append(node)
+        return readers
+
+    def producer(self, value: str) -> Node[Op] | None:
+        """The node that writes ``value``; None for an input of the graph."""
+        return self._producers.get(value)
+
+    def reading(self, value: str) -> list[Node[Op]]:
+        """The nodes that read ``value``, in order."""
+        return self._readers.get(value, [])
+
+    def readers(self, value: str) -> set[str]:
+        """The names of the nodes that read ``value``."""
+        return {node.name for node in self.reading(value)}
+
+    def node(self, name: str) -> Node[Op]:
+        return next(n for n in self.nodes if n.name == name)
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Values that no node writes and some node (or a ragged tensor) reads, in order."""
+        read = (v for n in self.nodes for v in (*n.inputs.values(), *n.outputs.values()))
+        names: dict[str, None] = {}
+        for value in read:
+            if self.producer(value) is None:
+                names[value] = None
+            if (offset := self.values[value].ragged_offset) is not None:
+                names[offset] = None
+        return tuple(names)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Values a node writes and the caller binds, in order of writing."""
+        bound = self.visible | self.saved
+        return tuple(v for n in self.nodes for v in n.outputs.values() if v in bound)
+
+    def is_virtual(self, value: str) -> bool:
+        """True if the value lives in the workspace: written here and bound by nobody."""
+        return self.producer(value) is not None and value not in self.visible | self.saved
+
+    def edited(self, changed: Iterable[Node[Op]], removed: Iterable[str] = ()) -> Graph:
+        """A graph with nodes of the same names replaced, others added, and some removed.
+
+        Nodes are ordered again (stable), and values nobody mentions any more are dropped.
+        """
+        new = {node.name: node for node in changed}
+        gone = set(removed)
+        nodes = [new.pop(n.name, n) for n in self.nodes if n.name not in gone]
+        return replace(self, nodes=toposort([*nodes, *new.values()])).without_unused_values()
+
+    def without_unused_values(self) -> Graph:
+        used = {v for n in self.nodes for v in (*n.inputs.values(), *n.outputs.values())}
+        used |= {offset for v in used if (offset := self.values[v].ragged_offset) is not None}
+        return replace(self, values={k: v for k, v in self.values.items() if k in used})
+
+    def __str__(self) -> str:
+        from ropegraph.ir.printer import print_graph
+
+        return print_graph(self)
+
+
+def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
+    """Order nodes so that every value is written before it is read, keeping order where free."""
+    written_by = {value: n.name for n in nodes for value in n.outputs.values()}
+    done: set[str] = set()
+    ordered: list[Node[Op]] = []
+    pending = list(nodes)
+    while pending:
+        for node in pending:
+            needs = {written_by[v] for v in node.inputs.values() if v in written_by}
+            if needs <= done:
+                break
+        else:
+            names = [n.name for n in pending]
+            raise InternalError(f"the nodes {names} wait for each other")
+        pending.remove(node)
+        ordered.append(node)
+        done.add(node.name)
+    return tuple(ordered)
+
+
+def merged_ports(attrs: RopePair, ports: Mapping[str, str], part: int) -> dict[str, str]:
+    """The ports of one part of a RopePair, under the names of the single op."""
+    suffix = str(part)
+    return {p[: -len(suffix)]: v for p, v in ports.items() if p.endswith(suffix)}

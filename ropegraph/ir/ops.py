@@ -1,0 +1,152 @@
+"""The operations: what each computes, as frozen attributes. Tensors are edges, not attributes.
+
+Everything here changes numbers. An engine's tuning knob never appears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ropegraph.dtypes import DType
+from ropegraph.ir.score_mod import ScoreProgram
+
+AngleSource = Literal["freqs", "cos_sin", "packed", "inv_freq"]
+TableLayout = Literal["first_half", "pairs", "full"]
+AnglePrecision = Literal["float32", "exact"]
+Numerics = Literal["fp32", "nemo", "hf"]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotate channels [rope_offset, rope_offset + rope_dim) of each row, then scale the row.
+
+    A pair (x1, x2) with angle t becomes A (x1 cos t - x2 sin t), A (x2 cos t + x1 sin t), where A is
+    attention_factor; every channel of the row is then multiplied by output_scale.
+
+    rope_dim: r, even, already resolved (never 0).  rope_offset: first rotated channel.
+    interleaved: pairs (2i, 2i+1) of the segment are read, else (i, i + r/2).
+    interleaved_output: the same for the written pairs.
+    angles: which input ports hold them: ``freqs`` (radians), ``cos`` and ``sin``,
+    ``cos_sin`` (packed on the last axis) or ``inv_freq``.
+    half_width: the table has r/2 columns; otherwise r, read as table_layout says.
+    """
+
+    rope_dim: int
+    rope_offset: int
+    output_scale: float = 1.0
+    attention_factor: float = 1.0
+    interleaved: bool = False
+    interleaved_output: bool = False
+    inverse: bool = False
+    angles: AngleSource = "freqs"
+    half_width: bool = False
+    table_layout: TableLayout = "first_half"
+    angle_precision: AnglePrecision = "float32"
+    numerics: Numerics = "fp32"
+    cp_size: int = 1
+    cp_rank: int = 0
+    compute: DType = DType.FLOAT
+
+
+@dataclass(frozen=True)
+class Rope(Rotation):
+    """output = output_scale * R x.  Ports: input, freqs -> output."""
+
+
+@dataclass(frozen=True)
+class RopeBackward(Rotation):
+    """The exact adjoint of Rope with the same attributes.  Ports: dY, freqs -> dX."""
+
+
+@dataclass(frozen=True)
+class RopeFreqsGrad(Rotation):
+    """The gradient of the angles of a Rope.  Ports: input, dY, freqs -> dfreqs."""
+
+
+@dataclass(frozen=True)
+class RopePair:
+    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended."""
+
+    parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What Sdpa and SdpaBackward share; both must carry the same values.
+
+    The logits are, in this order: attn_scale * q.k (times ln 2 when softmax_input_is_log2),
+    score_mod, + bias, + ALiBi, padding, diagonal band, sink, softmax, dropout.
+
+    attn_scale: a host number; None when the port ``attn_scale`` carries it.
+    left_bound: keep j > i' - left_bound.  right_bound: keep j <= i' + right_bound.  None: no bound.
+    bottom_right: i' = i + s_kv - s_q (per sequence when lengths are given), else i' = i.
+    alibi: add slope_h * (j - i).  padding: seq_len_q and seq_len_kv say what is real.
+    dropout_p: probability of zeroing a weight; ports seed and offset.  None: no dropout.
+    """
+
+    attn_scale: float | None = 1.0
+    left_bound: int | None = None
+    right_bound: int | None = None
+    bottom_right: bool = False
+    alibi: bool = False
+    padding: bool = False
+    dropout_p: float | None = None
+    score_mod: ScoreProgram | None = None
+    softmax_input_is_log2: bool = False
+    compute: DType = DType.FLOAT
+
+
+@dataclass(frozen=True)
+class Sdpa(Attention):
+    """o = softmax(logits) v.
+
+    Ports: q, k, v and optionally attn_scale, bias, seq_len_q, seq_len_kv, seed, offset, sink_token,
+    paged_attention_k_table, paged_attention_v_table, those of score_mod -> O, Stats.
+    max_seq_len_kv: the logical s_kv of paged k and v; None when they are not paged.
+    """
+
+    max_seq_len_kv: int | None = None
+
+
+@dataclass(frozen=True)
+class SdpaBackward(Attention):
+    """Gradients of Sdpa from its output and natural log-sum-exp.
+
+    Ports: q, k, v, o, dO, stats and Sdpa's optional ones -> dQ, dK, dV, dBias, dSink_token.
+    With softmax_input_is_log2 the factor ln 2 is part of dQ and dK.
+    deterministic: two runs give the same bits.
+    """
+
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """output = factor * input, a host number.  Ports: input -> output."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Sum:
+    """output = the sum of all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
+
+
+Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
+
+NAMES: dict[type[Op], str] = {
+    Rope: "rope",
+    RopeBackward: "rope_backward",
+    RopeFreqsGrad: "rope_freqs_grad",
+    RopePair: "rope_pair",
+    Sdpa: "sdpa",
+    SdpaBackward: "sdpa_backward",
+    Scale: "scale",
+    Sum: "sum",
+}
+
+
+def op_name(op: Op) -> str:
+    """The word for an op in messages, printed graphs and serialized files."""
+    return NAMES[type(op)]

@@ -1,0 +1,1 @@
+"""Graph -> Plan: which engine takes which node, and where values live."""

@@ -1,0 +1,1 @@
+"""Rewrites: Graph -> Graph, one a file."""

@@ -1,0 +1,1 @@
+"""Oracle, error budgets and inputs for tests and verify."""
