@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal, get_args
 
 import torch
@@ -18,14 +19,15 @@ ODD_SIZES = (1, 2, 3, 5, 7, 17, 33, 63, 65, 129)
 def strides(dim: Sequence[int], layout: Layout = "bhsd") -> tuple[int, ...]:
     """Element strides of a tensor [b, h, s, d] in ``layout``.
 
-    bhsd, bshd: memory in that order.  packed_qkv: one of three such tensors side by side in each
-    token.  expanded: one batch entry stored, read by all.  gapped: unused elements after each
-    head, row and batch entry.  odd_size_1: bhsd, with meaningless strides where the extent is 1.
+    bhsd, bshd: memory in that order; bhsd is row-major for other ranks too.  packed_qkv: one of
+    three such tensors side by side in each token.  expanded: one batch entry stored, read by all.
+    gapped: unused elements after each head, row and batch entry.  odd_size_1: bhsd, with
+    meaningless strides where the extent is 1.
     """
+    if layout == "bhsd":
+        return tuple(prod(dim[i + 1 :]) for i in range(len(dim)))
     _, h, s, d = dim
     match layout:
-        case "bhsd":
-            return (h * s * d, s * d, d, 1)
         case "bshd":
             return (s * h * d, d, h * d, 1)
         case "packed_qkv":

@@ -67,7 +67,7 @@ def run(
     call = Call()
     in_ports = {port: call.add(f"in_{port}", bound) for port, bound in inputs.items()}
     dims = infer("step", op, {port: call.values[v].dim for port, v in in_ports.items()})
-    given = outputs if isinstance(outputs, Mapping) else {port: None for port in outputs}
+    given = outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)
     io = call.values[next(iter(in_ports.values()))].dtype
     out_ports: dict[str, str] = {}
     for port, buffer in given.items():
