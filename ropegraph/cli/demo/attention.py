@@ -30,9 +30,12 @@ def slightly_wrong_attention(shape: Shape) -> Attention:
     """The same forward, and a gradient of q that is 1 % too large: what a check must catch."""
     right = plain_attention(shape)
 
+    def one_percent_more(gradient: Tensor) -> Tensor:
+        return 1.01 * gradient
+
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = q.view_as(q)
-        q.register_hook(lambda gradient: 1.01 * gradient)
+        q.register_hook(one_percent_more)
         return right(q, k, v)
 
     return attention

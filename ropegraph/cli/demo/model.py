@@ -1,7 +1,7 @@
 """A small decoder in plain torch, with its attention left open.
 
 Token embedding, then blocks of RMSNorm, rotary grouped-query attention and SwiGLU, then a linear
-head: the shape of Llama. ``attention`` gets q, k and v before rotation, so rotating them is its job.
+head: the shape of Llama. ``attention`` gets q, k and v unrotated, so rotating them is its job.
 """
 
 from __future__ import annotations

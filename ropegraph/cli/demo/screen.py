@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 WIDTH = 80
@@ -23,6 +24,7 @@ def can_print(characters: str) -> bool:
 
 
 def heading(text: str) -> None:
+    """Print a title, underlined, after an empty line."""
     print(f"\n{text}\n{'-' * len(text)}", flush=True)
 
 
@@ -43,7 +45,7 @@ def sparkline(values: Sequence[float], width: int = 50) -> str:
     marks = _BLOCKS if can_print(_BLOCKS) else _ASCII
     bins = min(width, len(values))
     edges = [i * len(values) // bins for i in range(bins + 1)] if bins else []
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)]
     if not finite:
         return "?" * bins

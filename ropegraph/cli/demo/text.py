@@ -34,7 +34,7 @@ def king_james() -> Corpus:
 def batches(
     corpus: Corpus, batch: int, length: int, steps: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``steps`` pairs (tokens, the next tokens), [batch, length] each; same seed, same pairs."""
+    """Yield ``steps`` pairs (tokens, next tokens), [batch, length] each; same seed, same pairs."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)
     for _ in range(steps):

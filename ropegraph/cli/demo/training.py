@@ -89,8 +89,9 @@ def gradient_gap(run: Run, other: Run) -> float:
     """The largest relative difference, in the 2-norm, over all parameters' gradients of step 1."""
     if run.gradients.keys() != other.gradients.keys():
         return float("nan")
+    norm = torch.linalg.vector_norm
     gaps = [
-        ((run.gradients[name] - right).norm() / right.norm()).item()
+        float(norm(run.gradients[name] - right) / norm(right))
         for name, right in other.gradients.items()
     ]
     return max_or_nan(gaps)
