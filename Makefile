@@ -1,0 +1,56 @@
+# `make demo` and `make test` are the whole set-up: each makes .venv first if it is missing or stale.
+# Needs python3 (3.10 to 3.13), make and a package index. No GPU, CUDA or cuDNN.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# pyright would otherwise ask the network at every run whether a newer release exists.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types examples format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--no-build-isolation --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## the main job: graphs, folds, error table, training on a real text (under 3 minutes)
+	$(BIN)/python -m ropegraph demo $(ARGS)
+
+test: $(STAMP)  ## every test that needs no GPU; one thread, so figures repeat
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: lint types examples  ## lint, formatting, types, and every script of examples/
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+examples: $(STAMP)
+	@set -e; for script in examples/*.py; do \
+		echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+
+format: $(STAMP)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## time rope + attention beside plain torch
+	$(BIN)/python -m ropegraph bench $(ARGS)
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""``python -m ropegraph``: the commands, and what an error looks like on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ropegraph.cli.demo import command as demo
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the command line; each command's module adds its own options and sets ``run``."""
+    whole = argparse.ArgumentParser(
+        prog="python -m ropegraph",
+        description="Graphs for rotary attention: record, fold, lower, execute, differentiate.",
+    )
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.add_to(commands)
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

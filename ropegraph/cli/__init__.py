@@ -1,0 +1,1 @@
+"""The commands of ``python -m ropegraph``, one module or package each."""

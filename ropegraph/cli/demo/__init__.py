@@ -1,0 +1,1 @@
+"""The main job: graphs, folds, errors against fp64, and a model trained beside plain torch."""

@@ -1,0 +1,41 @@
+"""Two attentions for the demo's decoder: the usual formula in torch, and ropegraph's graphs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ropegraph.cli.demo.model import Attention, Shape
+
+
+def plain_attention(shape: Shape) -> Attention:
+    """Rotate-half and torch's own causal attention: what a model without ropegraph does."""
+    angles = shape.angles()[:, 0, 0]
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=True, scale=shape.head**-0.5, enable_gqa=True
+        )
+
+    return attention
+
+
+def slightly_wrong_attention(shape: Shape) -> Attention:
+    """The same forward, and a gradient of q that is 1 % too large: what a check must catch."""
+    right = plain_attention(shape)
+
+    def one_percent_more(gradient: Tensor) -> Tensor:
+        return 1.01 * gradient
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.view_as(q)
+        q.register_hook(one_percent_more)
+        return right(q, k, v)
+
+    return attention

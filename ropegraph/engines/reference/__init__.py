@@ -1,0 +1,5 @@
+"""The fp64 engine: what every op means, written as plainly as torch allows."""
+
+from ropegraph.engines.reference.engine import Reference
+
+__all__ = ["Reference"]

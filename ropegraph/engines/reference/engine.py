@@ -1,0 +1,122 @@
+"""The engine ``reference``: every op in dense fp64, the oracle of the tests and of verify().
+
+Whatever the io types are, inputs are taken exactly to fp64, the whole op is computed there, and
+each output is rounded once. It holds the s_q x s_kv matrix: meant for small problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.rope import RunRope, why_not_rope
+from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
+from ropegraph.ir.graph import Node, merged_ports
+from ropegraph.ir.ops import (
+    Op,
+    Rope,
+    RopeBackward,
+    RopeFreqsGrad,
+    RopePair,
+    Scale,
+    Sdpa,
+    SdpaBackward,
+    Sum,
+)
+from ropegraph.lowering.engine import Device, Executable, Step
+
+
+class Reference:
+    """Plain fp64 torch, on any device torch has: no fast path, no blocks, no shared formulas."""
+
+    name = "reference"
+    ops: tuple[type[Op], ...] = (
+        Rope,
+        RopeBackward,
+        RopeFreqsGrad,
+        RopePair,
+        Sdpa,
+        SdpaBackward,
+        Scale,
+        Sum,
+    )
+
+    def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
+        match step.node.attrs:
+            case RopePair(parts):
+                return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
+            case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
+                return why_not_rope(attrs)
+            case Sdpa() | SdpaBackward() | Scale() | Sum():
+                return ()
+
+    def compile(self, step: Step, device: Device) -> Executable:
+        match step.node.attrs:
+            case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
+                return RunRope(step, attrs)
+            case RopePair() as pair:
+                return RunBoth(tuple(self.compile(part, device) for part in _parts(step, pair)))
+            case Sdpa() as attrs:
+                return RunSdpa(step, attrs)
+            case SdpaBackward() as attrs:
+                return RunSdpaBackward(step, attrs)
+            case Scale(factor):
+                return RunScale(step, factor)
+            case Sum():
+                return RunSum(step)
+
+
+def _parts(step: Step, pair: RopePair) -> list[Step]:
+    """The two single rotations that a RopePair stands for."""
+    return [
+        replace(
+            step,
+            node=Node(
+                name=step.name,
+                attrs=part,
+                inputs=merged_ports(pair, step.node.inputs, i),
+                outputs=merged_ports(pair, step.node.outputs, i),
+            ),
+        )
+        for i, part in enumerate(pair.parts)
+    ]
+
+
+@dataclass(frozen=True)
+class RunBoth:
+    """The parts of a pair, one after the other."""
+
+    parts: tuple[Executable, ...]
+
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for part in self.parts:
+            part(env, stream)
+
+
+@dataclass(frozen=True)
+class RunScale:
+    """output = factor * input."""
+
+    step: Step
+    factor: float
+
+    @torch.no_grad()
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        scatter(self.step, "output", env, self.factor * gather(self.step, "input", env).double())
+
+
+@dataclass(frozen=True)
+class RunSum:
+    """output = the sum of every input."""
+
+    step: Step
+
+    @torch.no_grad()
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        terms = [gather(self.step, port, env).double() for port in self.step.node.inputs]
+        scatter(self.step, "output", env, reduce(torch.add, terms))
