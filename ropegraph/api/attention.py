@@ -1,0 +1,218 @@
+"""The keywords of sdpa and sdpa_backward, read into attributes and ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
+from ropegraph.api.score_trace import trace
+from ropegraph.api.tensor import Tensor
+from ropegraph.dtypes import as_dtype
+from ropegraph.errors import GraphError
+from ropegraph.ir.score_mod import ScoreProgram, softcap
+
+Adopt = Callable[[Any, str], Tensor]
+
+# FE keywords that mean nothing here, with the defaults at which they are accepted.
+UNSERVED: dict[str, Any] = {
+    "block_mask": None,
+    "rng_dump": None,
+    "score_max": None,
+    "score_sum_exp": None,
+    "unfuse_fma": False,
+    "cu_seq_len_q": None,
+    "cu_seq_len_kv": None,
+    "stats_use_log2": False,
+    "softmax_precision": None,
+    "attn_scale_prefolded": False,
+    "kv_mask": None,
+    "out_dims": None,
+}
+UNSERVED_BACKWARD: dict[str, Any] = {
+    "rng_dump": None,
+    "softmax_precision": None,
+    "attn_scale_prefolded": False,
+    "out_dims": None,
+}
+
+
+class AttentionArguments:
+    """Collects attributes and optional input ports of one sdpa or sdpa_backward call."""
+
+    def __init__(self, where: str, adopt: Adopt, q: Tensor, s_kv: int) -> None:
+        self.where, self.adopt = where, adopt
+        b, h_q, s_q, _ = q.get_dim() if len(q.get_dim()) == 4 else (0, 0, 0, 0)
+        self.scores = (b, h_q, s_q, s_kv)
+        self.attrs: dict[str, Any] = {}
+        self.ports: dict[str, Tensor] = {}
+
+    def tensor(self, port: str, given: Any) -> None:
+        """An optional input tensor."""
+        if given is not None:
+            self.ports[port] = self.adopt(given, f"{self.where}: {port}")
+
+    def scale(self, given: Any) -> None:
+        """attn_scale: None is 1, as in cuDNN; a number; or a one-element tensor."""
+        if given is None:
+            self.attrs["attn_scale"] = 1.0
+        elif isinstance(given, (int, float)) or not _is_tensor(given):
+            self.attrs["attn_scale"] = as_number(given, f"{self.where}: attn_scale")
+        else:
+            self.attrs["attn_scale"] = None
+            self.ports["attn_scale"] = self._scalar(given, "attn_scale")
+
+    def _scalar(self, given: Any, argument: str) -> Tensor:
+        """A one-element tensor; a framework tensor on the CPU is passed by value."""
+        tensor = _rank4_of(self.adopt(given, f"{self.where}: {argument}"))
+        if not isinstance(given, Tensor) and given.device.type == "cpu":
+            tensor.set_is_pass_by_value(True)
+        return tensor
+
+    def band(
+        self,
+        causal: Any,
+        causal_bottom_right: Any,
+        window: Any,
+        alignment: Any,
+        left: Any,
+        right: Any,
+    ) -> None:
+        """The diagonal band, from FE's present and deprecated names."""
+        where = self.where
+        causal = as_flag(causal, f"{where}: use_causal_mask")
+        bottom = as_flag(causal_bottom_right, f"{where}: use_causal_mask_bottom_right")
+        if causal and bottom:
+            raise GraphError(
+                f"{where}: use_causal_mask and use_causal_mask_bottom_right are both True; "
+                "use one of them"
+            )
+        if window is not None and left is not None:
+            raise GraphError(
+                f"{where}: sliding_window_length={window} and diagonal_band_left_bound={left} are "
+                "two names of one bound; use the second"
+            )
+        name = "sliding_window_length" if left is None else "diagonal_band_left_bound"
+        left = window if left is None else left
+        left = None if left is None else as_count(left, f"{where}: {name}", 1)
+        right = None if right is None else as_count(right, f"{where}: diagonal_band_right_bound")
+        if causal or bottom:
+            if right not in (None, 0):
+                raise GraphError(
+                    f"{where}: a causal mask is diagonal_band_right_bound=0, but {right} is given"
+                )
+            right = 0
+        word = getattr(alignment, "name", alignment)
+        chosen = as_choice(word, f"{where}: diagonal_alignment", ("TOP_LEFT", "BOTTOM_RIGHT"))
+        at_end = bottom or chosen == "BOTTOM_RIGHT"
+        if causal and chosen == "BOTTOM_RIGHT":
+            raise GraphError(
+                f"{where}: use_causal_mask is top-left, but diagonal_alignment is BOTTOM_RIGHT; "
+                "use diagonal_band_right_bound=0 with it"
+            )
+        if at_end and left is None and right is None:
+            raise GraphError(
+                f"{where}: diagonal_alignment=BOTTOM_RIGHT has no effect without a band; add "
+                "diagonal_band_right_bound=0 for a causal mask, or a left bound"
+            )
+        self.attrs.update(left_bound=left, right_bound=right, bottom_right=at_end)
+
+    def padding(self, use: Any, seq_len_q: Any, seq_len_kv: Any, ragged: list[str]) -> None:
+        """Real lengths per sequence: both or none, with the mask."""
+        use = as_flag(use, f"{self.where}: use_padding_mask")
+        lengths = {"seq_len_q": seq_len_q, "seq_len_kv": seq_len_kv}
+        given = [name for name, t in lengths.items() if t is not None]
+        if given and not use:
+            raise GraphError(f"{self.where}: {given[0]} has no effect; add use_padding_mask=True")
+        if use and len(given) < 2:
+            missing = next(n for n in lengths if n not in given)
+            raise GraphError(f"{self.where}: use_padding_mask=True needs {missing} as well")
+        if ragged and not use:
+            raise GraphError(
+                f"{self.where}: {ragged[0]} is ragged, which needs use_padding_mask=True with "
+                "seq_len_q and seq_len_kv"
+            )
+        self.attrs["padding"] = use
+        for name, tensor in lengths.items():
+            if tensor is not None:
+                self.ports[name] = _rank4_of(self.adopt(tensor, f"{self.where}: {name}"))
+
+    def dropout(self, given: Any, scalar: Callable[[int], Tensor]) -> None:
+        """dropout=(p, seed, offset); seed and offset are tensors or host integers."""
+        if given is None:
+            return
+        where = f"{self.where}: dropout"
+        if not isinstance(given, (tuple, list)):
+            raise GraphError(f"{where}={given!r:.60}; use (probability, seed, offset)")
+        items: list[Any] = list(given)  # pyright: ignore[reportUnknownArgumentType]
+        if len(items) != 3 or _is_tensor(items[0]):
+            raise GraphError(
+                f"{where} is given as (mask, scale), which is not supported; "
+                "use (probability, seed, offset)"
+            )
+        p = as_number(items[0], f"{where} probability")
+        if not 0.0 <= p < 1.0:
+            raise GraphError(f"{where} probability={p}; use 0 or more and less than 1")
+        if p == 0.0:
+            return
+        self.attrs["dropout_p"] = p
+        for port, item in zip(("seed", "offset"), items[1:], strict=True):
+            if _is_tensor(item):
+                self.ports[port] = self._scalar(item, f"dropout {port}")
+            else:
+                self.ports[port] = scalar(as_count(item, f"{where} {port}"))
+
+    def score_mod(self, callback: Any, cap: Any) -> None:
+        """score_mod(graph, scores), or softcap as its shorthand."""
+        program: ScoreProgram | None = None
+        if callback is not None and cap is not None:
+            raise GraphError(f"{self.where}: give score_mod or softcap={cap}, not both")
+        if cap is not None:
+            number = as_number(cap, f"{self.where}: softcap")
+            if number <= 0:
+                raise GraphError(f"{self.where}: softcap={number}; use a positive number")
+            program = softcap(number)
+        elif callback is not None:
+            program, ports = trace(self.where, callback, self.scores, self.adopt)
+            self.ports.update(ports)
+        self.attrs["score_mod"] = program
+
+    def flag(self, attribute: str, given: Any, argument: str = "") -> None:
+        self.attrs[attribute] = as_flag(given, f"{self.where}: {argument or attribute}")
+
+    def hints(self, given: Mapping[str, Any], unserved: Mapping[str, Any], ragged: bool) -> None:
+        """Accept hints that change no number; refuse what has no meaning here, by name."""
+        rest = dict(given)
+        rest.pop("implementation", None)
+        for name in ("max_total_seq_len_q", "max_total_seq_len_kv"):
+            total = rest.pop(name, None)
+            if total is not None:
+                as_count(total, f"{self.where}: {name}")
+                if not ragged:
+                    raise GraphError(f"{self.where}: {name}={total} needs ragged q, k and v")
+        as_dtype(rest.pop("compute_data_type", None), f"{self.where}: compute_data_type")
+        refuse_unknown(self.where, rest, unserved)
+
+
+def generate_stats(where: str, stats: Any, inference: Any) -> bool:
+    """True unless the caller said that Stats is not wanted. FE allows one of the two names."""
+    if stats is not None and inference is not None:
+        raise GraphError(
+            f"{where}: generate_stats={stats} and is_inference={inference} are two names of one "
+            "choice; give one"
+        )
+    if inference is not None:
+        return not as_flag(inference, f"{where}: is_inference")
+    return stats is None or as_flag(stats, f"{where}: generate_stats")
+
+
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, Tensor) or hasattr(given, "__dlpack__")
+
+
+def _rank4_of(tensor: Tensor) -> Tensor:
+    """[b] becomes [b, 1, 1, 1], and a 0-d scalar [1, 1, 1, 1], as FE promotes them."""
+    dim = tensor.get_dim()
+    if len(dim) < 2:
+        tensor.set_dim([*dim, *[1] * (4 - len(dim))] if dim else [1, 1, 1, 1])
+    return tensor

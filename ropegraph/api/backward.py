@@ -1,0 +1,259 @@
+"""Derive the graph of gradients from a forward graph.
+
+The backward is recorded as the chain rule reads on the graph as recorded; the forward's contract
+then folds it as the forward was folded. So what runs is what a hand-made backward would be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ropegraph.api.recording import RecordedNode
+from ropegraph.api.tensor import Tensor
+from ropegraph.errors import GraphError
+from ropegraph.ir.ops import (
+    Attention,
+    Rope,
+    RopeBackward,
+    RopeFreqsGrad,
+    Rotation,
+    Scale,
+    Sdpa,
+    SdpaBackward,
+    Sum,
+    op_name,
+)
+
+if TYPE_CHECKING:
+    from ropegraph.api.pygraph import pygraph
+
+# Which output of the backward is the gradient of which input of the forward.
+_ATTENTION_GRADS = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink_token": "dSink_token"}
+
+
+def derive(forward: pygraph, outputs: list[Any], inputs: list[Any]) -> pygraph:
+    """The gradient graph of ``inputs``, fold included; see pygraph.backward_graph."""
+    return _Derivation(forward, outputs, inputs).run()
+
+
+class _Derivation:
+    def __init__(self, forward: pygraph, outputs: list[Any], inputs: list[Any]) -> None:
+        self.forward = forward
+        self.nodes = forward.recorder.nodes
+        self.outputs = [self._tensor(t, "outputs") for t in outputs]
+        self.inputs = [self._tensor(t, "inputs") for t in inputs]
+        if not self.outputs or not self.inputs:
+            raise GraphError("backward_graph: give at least one output and one input")
+        for tensor in self.outputs:
+            if tensor.spec.producer is None:
+                raise GraphError(
+                    f"backward_graph: output {tensor.get_name()!r} is an input of the graph"
+                )
+        self.wanted = self._on_the_way()
+        self.copies: dict[Tensor, Tensor] = {}
+        self.partial: dict[Tensor, list[Tensor]] = {}
+
+    def _tensor(self, given: Any, argument: str) -> Tensor:
+        if isinstance(given, str):
+            return self.forward.find_tensor(given)
+        if not isinstance(given, Tensor) or given.graph is not self.forward:
+            raise GraphError(f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph")
+        return given
+
+    def _on_the_way(self) -> set[Tensor]:
+        """Tensors through which an asked-for input reaches something."""
+        found = set(self.inputs)
+        for node in self.nodes:
+            if any(t in found for t in node.inputs.values()):
+                found |= set(node.outputs.values())
+        return found
+
+    def run(self) -> pygraph:
+        from ropegraph.api.pygraph import pygraph as make
+
+        # The fold must be known before the contract is handed on, so nothing may change after it.
+        self._export()
+        self.backward = make(
+            f"{self.forward.name}_backward",
+            fold_contract=self.forward.fold_contract,
+            **self.forward.settings,
+        )
+        for output in self.outputs:
+            grad = self.backward.tensor(
+                output.get_dim(),
+                output.get_stride(),
+                output.get_data_type(),
+                name=f"d{output.get_name()}",
+            )
+            self._share_offset(grad, output)
+            self.partial[output] = [grad]
+        for node in reversed(self.nodes):
+            if any(t in self.partial for t in node.outputs.values()):
+                self._differentiate(node)
+        for tensor in self.inputs:
+            self._expose(tensor)
+        self.backward.saved = [self._name(t) for t in self.copies]
+        return self.backward
+
+    def _export(self) -> None:
+        """Mark what the backward needs; a graph that is built already must export it by itself."""
+        needed = [
+            t
+            for node in self.nodes
+            if set(node.outputs.values()) & self._reaching() and self._is_wanted(node)
+            for t in _needs(node, self.wanted)
+        ]
+        for node in self.nodes:
+            if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs and self._is_wanted(node):
+                raise GraphError(
+                    f"backward_graph: sdpa {node.name!r} gives no Stats; "
+                    "record it with generate_stats=True"
+                )
+        missing = [t for t in needed if not t.is_real and not t.spec.is_saved]
+        if missing and self.forward.recorder.closed_by:
+            names = ", ".join(repr(t.get_name()) for t in dict.fromkeys(missing))
+            raise GraphError(
+                f"backward_graph: the forward {self.forward.name!r} is built and does not export "
+                f"{names}; call backward_graph before build, or set_saved(True) on them"
+            )
+        for tensor in missing:
+            tensor.set_saved(True)
+
+    def _reaching(self) -> set[Tensor]:
+        """Tensors that the asked-for outputs depend on."""
+        found = set(self.outputs)
+        for node in reversed(self.nodes):
+            if found & set(node.outputs.values()):
+                found |= set(node.inputs.values())
+        return found
+
+    def _is_wanted(self, node: RecordedNode) -> bool:
+        return any(t in self.wanted for t in node.inputs.values())
+
+    def _differentiate(self, node: RecordedNode) -> None:
+        if not self._is_wanted(node):
+            return
+        match node.attrs:
+            case Rope() as attrs:
+                self._rope(node, attrs)
+            case Scale(factor):
+                grad = self._gradient(node.outputs["output"])
+                made = self._record(Scale(factor), f"{node.name}_backward", {"input": grad}, "output")
+                self._add(node.inputs["input"], made["output"])
+            case Sdpa() as attrs:
+                self._sdpa(node, attrs)
+            case other:
+                raise GraphError(
+                    f"backward_graph: {op_name(other)} {node.name!r} has no gradient of its own; "
+                    "derive from a forward graph"
+                )
+
+    def _rope(self, node: RecordedNode, attrs: Rope) -> None:
+        grad = self._gradient(node.outputs["output"])
+        plain = {f.name: getattr(attrs, f.name) for f in fields(Rotation)}
+        freqs = self._copy(node.inputs["freqs"])
+        name = f"{node.name}_backward"
+        if node.inputs["input"] in self.wanted:
+            made = self._record(RopeBackward(**plain), name, {"dY": grad, "freqs": freqs}, "dX")
+            self._add(node.inputs["input"], made["dX"])
+        if node.inputs["freqs"] in self.wanted:
+            if node.inputs["input"].get_ragged_offset() is not None:
+                raise GraphError(
+                    f"backward_graph: rope {node.name!r}: freqs has no gradient for a ragged input"
+                )
+            x = self._copy(node.inputs["input"])
+            ports = {"input": x, "dY": grad, "freqs": freqs}
+            made = self._record(RopeFreqsGrad(**plain), f"{name}_freqs", ports, "dfreqs")
+            self._add(node.inputs["freqs"], made["dfreqs"])
+
+    def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
+        for port, tensor in node.inputs.items():
+            if tensor in self.wanted and port not in _ATTENTION_GRADS:
+                raise GraphError(
+                    f"backward_graph: sdpa {node.name!r}: {port} {tensor.get_name()!r} has no "
+                    f"gradient; inputs that have one are {', '.join(_ATTENTION_GRADS)}"
+                )
+        if attrs.max_seq_len_kv is not None:
+            raise GraphError(
+                f"backward_graph: sdpa {node.name!r} reads paged k and v, which have no gradient"
+            )
+        if node.outputs.get("Stats") in self.partial:
+            raise GraphError(
+                f"backward_graph: Stats of sdpa {node.name!r} has no gradient; ask for O only"
+            )
+        plain = {f.name: getattr(attrs, f.name) for f in fields(Attention)}
+        ports = {p: self._copy(node.inputs[p]) for p in ("q", "k", "v")}
+        ports["o"] = self._copy(node.outputs["O"])
+        ports["dO"] = self._gradient(node.outputs["O"])
+        ports["stats"] = self._copy(node.outputs["Stats"])
+        optional = [p for p in node.inputs if p not in ports]
+        ports |= {p: self._copy(node.inputs[p]) for p in optional}
+        grads = {p: g for p, g in _ATTENTION_GRADS.items() if node.inputs.get(p) in self.wanted}
+        made = self._record(
+            SdpaBackward(**plain), f"{node.name}_backward", ports, *grads.values()
+        )
+        for port, grad in grads.items():
+            self._add(node.inputs[port], made[grad])
+
+    def _record(self, attrs: Any, name: str, inputs: dict[str, Tensor], *outputs: str) -> Any:
+        return self.backward.recorder.record(self.backward, attrs, name, inputs, outputs)
+
+    def _add(self, tensor: Tensor, grad: Tensor) -> None:
+        """One more term of a tensor's gradient, laid out like the tensor."""
+        grad.set_stride(tensor.get_stride() if 0 not in tensor.get_stride() else grad.get_stride())
+        grad.set_data_type(tensor.get_data_type())
+        self._share_offset(grad, tensor)
+        self.partial.setdefault(tensor, []).append(grad)
+
+    def _share_offset(self, grad: Tensor, tensor: Tensor) -> None:
+        offset = tensor.get_ragged_offset()
+        if offset is not None:
+            grad.set_ragged_offset(self._copy(offset))
+            grad.set_ragged_offset_multiplier(tensor.get_ragged_offset_multiplier())
+
+    def _gradient(self, tensor: Tensor) -> Tensor:
+        """The whole gradient of a tensor: the sum of what its readers gave."""
+        terms = self.partial[tensor]
+        if len(terms) == 1:
+            return terms[0]
+        ports = {str(i): t for i, t in enumerate(terms)}
+        made = self._record(Sum(), f"sum_d{self._name(tensor)}", ports, "output")
+        del self.partial[tensor]
+        self._add(tensor, made["output"])
+        return made["output"]
+
+    def _expose(self, tensor: Tensor) -> None:
+        if tensor not in self.partial:
+            raise GraphError(
+                f"backward_graph: the outputs do not depend on {tensor.get_name()!r}"
+            )
+        grad = self._gradient(tensor)
+        if grad.spec.producer is None:
+            raise GraphError(
+                f"backward_graph: {tensor.get_name()!r} is an output itself; its gradient is given"
+            )
+        grad.set_output(True).set_name(f"d{self._name(tensor)}")
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """The forward's tensor as an input of the backward, under the same name."""
+        if tensor not in self.copies:
+            copy = self.backward.tensor_like(tensor, name=self._name(tensor))
+            copy.set_is_pass_by_value(tensor.get_is_pass_by_value())
+            copy.spec.bound = tensor.spec.bound
+            self.copies[tensor] = copy
+            self._share_offset(copy, tensor)
+        return self.copies[tensor]
+
+    def _name(self, tensor: Tensor) -> str:
+        return self.forward.recorder.names()[tensor]
+
+
+def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:
+    """What the backward of a node reads from the forward."""
+    if isinstance(node.attrs, Sdpa):
+        return [*node.inputs.values(), *node.outputs.values()]
+    if isinstance(node.attrs, Rope):
+        freqs = node.inputs["freqs"]
+        return [freqs, node.inputs["input"]] if freqs in wanted else [freqs]
+    return []

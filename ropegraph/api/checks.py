@@ -1,0 +1,89 @@
+"""Checks of what the caller passed: every message names the argument, its value, and what fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ropegraph.errors import GraphError
+
+
+def as_dims(given: object, argument: str) -> tuple[int, ...]:
+    """Read dims: a sequence of integers, none negative."""
+    dims = _integers(given, argument)
+    if any(n < 0 for n in dims):
+        raise GraphError(f"{argument}={list(dims)} has a negative extent; use 0 or more")
+    return dims
+
+
+def as_strides(given: object, dim: tuple[int, ...], argument: str) -> tuple[int, ...]:
+    """Read strides in elements: one per dim, none negative."""
+    strides = _integers(given, argument)
+    if len(strides) != len(dim):
+        raise GraphError(f"{argument}={list(strides)} has {len(strides)} entries for dim {list(dim)}")
+    if any(s < 0 for s in strides):
+        raise GraphError(f"{argument}={list(strides)} has a negative stride; use 0 or more")
+    return strides
+
+
+def _integers(given: object, argument: str) -> tuple[int, ...]:
+    try:
+        items = tuple(given)  # pyright: ignore
+        numbers = tuple(int(n) for n in items)
+    except (TypeError, ValueError):
+        raise GraphError(f"{argument}={given!r} is not a list of integers") from None
+    if any(n != m for n, m in zip(numbers, items, strict=True)):
+        raise GraphError(f"{argument}={given!r} is not a list of integers")
+    return numbers
+
+
+def as_number(given: object, argument: str) -> float:
+    """Read a finite host number: int, float, or anything with __float__ but a tensor."""
+    if isinstance(given, bool) or not hasattr(given, "__float__"):
+        raise GraphError(f"{argument}={given!r} is not a number")
+    number = float(given)  # pyright: ignore
+    if not math.isfinite(number):
+        raise GraphError(f"{argument}={number} is not finite")
+    return number
+
+
+def as_count(given: object, argument: str, low: int = 0) -> int:
+    """Read an integer of at least ``low``."""
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise GraphError(f"{argument}={given!r} is not an integer; use {low} or more")
+    number = int(given)  # pyright: ignore
+    if number < low:
+        raise GraphError(f"{argument}={number}; use {low} or more")
+    return number
+
+
+def as_choice(given: object, argument: str, choices: Iterable[str]) -> str:
+    """Read one of a few words."""
+    words = tuple(choices)
+    if given not in words:
+        raise GraphError(f"{argument}={given!r}; use one of {', '.join(map(repr, words))}")
+    return str(given)
+
+
+def as_flag(given: object, argument: str) -> bool:
+    """Read a bool; None means False."""
+    if given is None or isinstance(given, bool):
+        return bool(given)
+    raise GraphError(f"{argument}={given!r}; use True or False")
+
+
+def refuse_unknown(where: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Accept cuDNN Frontend keywords at their defaults; refuse all else by name.
+
+    given: the keywords left over.  defaults: keywords that exist in FE 1.32 but mean nothing here.
+    """
+    for keyword, value in given.items():
+        if keyword not in defaults:
+            raise GraphError(f"{where}: {keyword}={value!r} is no argument of this operation")
+        default = defaults[keyword]
+        if value is not default and value != default:
+            raise GraphError(
+                f"{where}: {keyword}={value!r} is not supported; "
+                f"leave it out, or at its default {default!r}"
+            )

@@ -1,0 +1,58 @@
+"""explain(): what was folded, by how much, who runs what, and why not more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ropegraph.compile import Lowered
+from ropegraph.ir.graph import Node
+from ropegraph.ir.ops import Attention, RopePair, Rotation, Scale, op_name
+from ropegraph.passes.rewrite import Decision
+
+
+def explain(lowered: Lowered) -> str:
+    """The report as text: settings, scales before and after, decisions, launches."""
+    recorded, plan = lowered.recorded, lowered.plan
+    before, after = _scales(recorded.nodes), _scales(plan.graph.nodes)
+    lines = [
+        f"graph {recorded.name!r}: fold={recorded.fold}, fold_log2={recorded.fold_log2}, "
+        f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}",
+        "",
+        f"{'node':<24} {'recorded':<28} lowered",
+    ]
+    for name, text in before.items():
+        now = after.get(name, "removed")
+        lines.append(f"{name:<24} {text:<28} {'the same' if now == text else now}")
+    lines += ["", "passes"]
+    lines += [f"  {_line(d)}" for d in lowered.decisions] or ["  nothing to do"]
+    lines += ["", "launches"]
+    lines += [f"  {s.name:<24} {op_name(s.node.attrs):<16} {s.engine}" for s in plan.steps]
+    return "\n".join(lines)
+
+
+def _line(decision: Decision) -> str:
+    mark = "did" if decision.applied else "did not"
+    return f"{decision.rule} {mark}, at {decision.node}: {decision.text}"
+
+
+def _scales(nodes: tuple[Node[Any], ...]) -> dict[str, str]:
+    """Node name -> its scale as text, the parts of a merged launch under their own names."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node.attrs, RopePair):
+            parts = zip(node.name.split("+"), node.attrs.parts, strict=False)
+            found |= {name: _scale(part) for name, part in parts}
+        elif text := _scale(node.attrs):
+            found[node.name] = text
+    return found
+
+
+def _scale(attrs: Any) -> str:
+    if isinstance(attrs, Rotation):
+        return f"output_scale={attrs.output_scale:.9g}"
+    if isinstance(attrs, Scale):
+        return f"factor={attrs.factor:.9g}"
+    if isinstance(attrs, Attention):
+        scale = "tensor" if attrs.attn_scale is None else f"{attrs.attn_scale:.9g}"
+        return f"attn_scale={scale}{' log2' if attrs.softmax_input_is_log2 else ''}"
+    return ""

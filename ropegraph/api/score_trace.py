@@ -1,0 +1,112 @@
+"""Trace a score_mod callback once into a ScoreProgram: the callable itself is not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ropegraph.api.checks import as_count
+from ropegraph.api.tensor import Tensor
+from ropegraph.errors import GraphError
+from ropegraph.ir import score_mod as ir
+
+# FE's argument names by operation; the first is the one a one-argument op takes.
+_UNARY_ARG = "input"
+
+
+class Score:
+    """A value inside a score_mod callback: shaped like the scores, [b, h_q, s_q, s_kv]."""
+
+    def __init__(self, trace: ScoreTrace, ref: ir.Ref) -> None:
+        self.trace, self.ref = trace, ref
+
+    def set_data_type(self, data_type: object) -> Score:
+        """Accepted as in FE; the program runs in the compute type of the node."""
+        return self
+
+    def set_output(self, is_output: bool) -> Score:
+        if is_output:
+            raise GraphError("score_mod: a value inside the callback cannot be an output")
+        return self
+
+    def set_name(self, name: str) -> Score:
+        return self
+
+    def get_dim(self) -> list[int]:
+        return list(self.trace.dim)
+
+
+class ScoreTrace:
+    """The graph a score_mod callback sees: FE's pointwise names, tensor or host operands."""
+
+    def __init__(
+        self, where: str, dim: tuple[int, ...], adopt: Callable[[Any, str], Tensor]
+    ) -> None:
+        self.where, self.dim, self.adopt = where, dim, adopt
+        self.instructions: list[ir.Instruction] = []
+        self.ports: dict[str, Tensor] = {}
+
+    def __getattr__(self, op: str) -> Callable[..., Score]:
+        if op in ir.UNARY or op in ir.BINARY or op in ir.TERNARY:
+            return lambda *args, **kwargs: self._pointwise(op, *args, **kwargs)
+        known = ", ".join((*ir.UNARY, *ir.BINARY, *ir.TERNARY, *ir.INDEX))
+        raise GraphError(f"{self.where}: score_mod calls {op!r}, which is none of {known}")
+
+    def gen_index(
+        self, input: object = None, axis: int = 3, compute_data_type: object = None, name: str = ""
+    ) -> Score:
+        """The position of each score along ``axis``: 0 batch, 1 head, 2 query, 3 key."""
+        chosen = as_count(axis, f"{self.where}: score_mod gen_index axis")
+        if chosen > 3:
+            raise GraphError(f"{self.where}: score_mod gen_index axis={axis}; use 0 to 3")
+        return self._add(ir.Instruction("gen_index", (), chosen))
+
+    def _pointwise(self, op: str, *args: Any, **kwargs: Any) -> Score:
+        count = 3 if op in ir.TERNARY else 2 if op in ir.BINARY else 1
+        # FE passes operands by keyword too (a, b, input, input0, input1, mask, t): keep their order.
+        hints = ("name", "compute_data_type")
+        given = [*args, *(v for k, v in kwargs.items() if k not in hints)]
+        if len(given) != count:
+            raise GraphError(f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}")
+        return self._add(ir.Instruction(op, tuple(self._operand(op, a) for a in given)))
+
+    def _add(self, instruction: ir.Instruction) -> Score:
+        self.instructions.append(instruction)
+        return Score(self, ir.Ref(len(self.instructions) - 1))
+
+    def _operand(self, op: str, given: Any) -> ir.Operand:
+        if isinstance(given, Score):
+            if given.trace is not self:
+                raise GraphError(f"{self.where}: score_mod {op} reads a value of another callback")
+            return given.ref
+        if isinstance(given, (int, float)) and not isinstance(given, bool):
+            return float(given)
+        tensor = self.adopt(given, f"{self.where}: score_mod {op} operand")
+        dim = tensor.get_dim()
+        if len(dim) != 4 or any(n not in (1, m) for n, m in zip(dim, self.dim, strict=True)):
+            raise GraphError(
+                f"{self.where}: score_mod {op} operand {dim} does not broadcast to the scores "
+                f"{list(self.dim)}"
+            )
+        for port, known in self.ports.items():
+            if known is tensor:
+                return ir.Port(port)
+        port = f"score_mod.{len(self.ports)}"
+        self.ports[port] = tensor
+        return ir.Port(port)
+
+
+def trace(
+    where: str,
+    callback: Callable[[Any, Any], Any],
+    dim: tuple[int, ...],
+    adopt: Callable[[Any, str], Tensor],
+) -> tuple[ir.ScoreProgram, dict[str, Tensor]]:
+    """The program that ``callback(graph, scores)`` records, and the tensors it reads by port."""
+    graph = ScoreTrace(where, dim, adopt)
+    result = callback(graph, Score(graph, ir.Ref(-1)))
+    if not isinstance(result, Score) or result.trace is not graph:
+        raise GraphError(
+            f"{where}: score_mod returned {result!r:.60}; return a value computed from its scores"
+        )
+    return ir.ScoreProgram(tuple(graph.instructions), result.ref), graph.ports

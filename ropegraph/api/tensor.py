@@ -1,0 +1,205 @@
+"""Tensor: the caller's handle on one edge of a graph that is still being recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ropegraph.api.checks import as_dims, as_strides
+from ropegraph.dtypes import DType, as_dtype
+from ropegraph.errors import GraphError
+
+if TYPE_CHECKING:
+    from ropegraph.api.pygraph import pygraph
+
+
+def row_major(dim: Iterable[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a packed tensor whose last axis is innermost."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(tuple(dim)):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def packed_like(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Packed strides whose axes are nested in the order that ``stride`` nests them."""
+    if any(s == 0 and n > 1 for n, s in zip(dim, stride, strict=True)):
+        return row_major(dim)
+    # An axis of length 1 is never stepped over: it keeps its place among its neighbours.
+    order = sorted(range(len(dim)), key=lambda i: (stride[i] if dim[i] > 1 else 0, -i))
+    strides, step = [0] * len(dim), 1
+    for axis in order:
+        strides[axis] = step
+        step *= max(dim[axis], 1)
+    return tuple(strides)
+
+
+@dataclass
+class Spec:
+    """What is declared about a tensor so far; the package reads it, callers use the setters.
+
+    producer: the node that writes it.  bound: the framework tensor it was made from, if any.
+    """
+
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    name: str = ""
+    dtype: DType = DType.NOT_SET
+    uid: int | None = None
+    is_output: bool = False
+    is_saved: bool = False
+    pass_by_value: bool = False
+    ragged_offset: Tensor | None = None
+    ragged_multiplier: int = 1
+    alignment: int = 1
+    producer: str | None = None
+    bound: Any = None
+
+
+class Tensor:
+    """A tensor of one graph: dims and strides in elements, and whether the caller binds it.
+
+    Setters return the tensor, so that they chain: ``o.set_output(True).set_name("o")``.
+    A tensor is real (bound at execute) after set_output(True) or set_uid, or if it is an input.
+    Setters raise GraphError once the graph is built.
+    """
+
+    def __init__(self, graph: pygraph, dim: tuple[int, ...], name: str = "") -> None:
+        self.graph = graph
+        self.spec = Spec(tuple(dim), row_major(dim), name)
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.get_name()!r}, dim={list(self.spec.dim)}, {self.spec.dtype!r})"
+
+    def _change(self) -> None:
+        self.graph.require_open(f"change tensor {self.get_name()!r}")
+
+    def set_output(self, is_output: bool = True) -> Tensor:
+        """Make a written tensor one that the caller binds; False makes it virtual again."""
+        self._change()
+        if is_output and self.spec.producer is None:
+            raise GraphError(
+                f"tensor {self.get_name()!r}: set_output(True) on an input; "
+                "only what a node writes can be an output"
+            )
+        self.spec.is_output = bool(is_output)
+        return self
+
+    def set_saved(self, is_saved: bool = True) -> Tensor:
+        """Export the tensor for backward_graph alone, in whatever form folding leaves it."""
+        self._change()
+        self.spec.is_saved = bool(is_saved)
+        return self
+
+    def set_is_virtual(self, is_virtual: bool = True) -> Tensor:
+        return self.set_output(not is_virtual) if self.spec.producer else self
+
+    def set_name(self, name: str) -> Tensor:
+        self._change()
+        self.spec.name = str(name)
+        return self
+
+    def set_uid(self, uid: int) -> Tensor:
+        """Number the tensor; a written one becomes real by it. -1 unsets. Duplicates are refused."""
+        self._change()
+        self.spec.uid = self.graph.claim_uid(self, uid)
+        return self
+
+    def set_data_type(self, data_type: object) -> Tensor:
+        self._change()
+        self.spec.dtype = as_dtype(data_type, f"tensor {self.get_name()!r}: data_type")
+        return self
+
+    def set_dim(self, dim: Iterable[int]) -> Tensor:
+        """Declare the dims. Of a written tensor they must be those that the node gives it."""
+        self._change()
+        new = as_dims(dim, f"tensor {self.get_name()!r}: dim")
+        if self.spec.producer is not None and new != self.spec.dim:
+            raise GraphError(
+                f"tensor {self.get_name()!r}: dim={list(new)}, "
+                f"but {self.spec.producer!r} writes {list(self.spec.dim)}"
+            )
+        if new != self.spec.dim:
+            self.spec.dim, self.spec.stride = new, row_major(new)
+        return self
+
+    def set_stride(self, stride: Iterable[int]) -> Tensor:
+        self._change()
+        self.spec.stride = as_strides(stride, self.spec.dim, f"tensor {self.get_name()!r}: stride")
+        return self
+
+    def set_ragged_offset(self, offset: Tensor | None) -> Tensor:
+        """offset: [b + 1, 1, 1, 1] int32 or int64, the first element of each sequence."""
+        self._change()
+        self.spec.ragged_offset = None if offset is None else self.graph.own(offset, "ragged_offset")
+        return self
+
+    def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:
+        self._change()
+        if multiplier < 1:
+            raise GraphError(
+                f"tensor {self.get_name()!r}: ragged_offset_multiplier={multiplier}; use 1 or more"
+            )
+        self.spec.ragged_multiplier = int(multiplier)
+        return self
+
+    def set_is_pass_by_value(self, value: bool = True) -> Tensor:
+        self._change()
+        self.spec.pass_by_value = bool(value)
+        return self
+
+    def set_alignment_value(self, alignment: int) -> Tensor:
+        self._change()
+        self.spec.alignment = int(alignment)
+        return self
+
+    def set_reordering_type(self, reordering: object) -> Tensor:
+        self._change()
+        if getattr(reordering, "name", str(reordering)) != "NONE":
+            raise GraphError(
+                f"tensor {self.get_name()!r}: reordering_type={reordering!r} is not supported; "
+                "use tensor_reordering.NONE"
+            )
+        return self
+
+    def get_name(self) -> str:
+        return self.spec.name or self.graph.default_name(self)
+
+    def get_uid(self) -> int:
+        return -1 if self.spec.uid is None else self.spec.uid
+
+    def get_dim(self) -> list[int]:
+        return list(self.spec.dim)
+
+    def get_stride(self) -> list[int]:
+        return list(self.spec.stride)
+
+    def get_data_type(self) -> DType:
+        """The declared data type; after validate() the inferred one."""
+        return self.spec.dtype
+
+    def get_is_virtual(self) -> bool:
+        return not self.is_real
+
+    def get_is_pass_by_value(self) -> bool:
+        return self.spec.pass_by_value
+
+    def get_ragged_offset(self) -> Tensor | None:
+        return self.spec.ragged_offset
+
+    def get_ragged_offset_multiplier(self) -> int:
+        return self.spec.ragged_multiplier
+
+    def get_alignment_value(self) -> int:
+        return self.spec.alignment
+
+    def get_is_output(self) -> bool:
+        return self.spec.is_output
+
+    @property
+    def is_real(self) -> bool:
+        """True if the caller binds it: an input, an output, or numbered by set_uid."""
+        return self.spec.producer is None or self.spec.is_output or self.spec.uid is not None

@@ -1,0 +1,227 @@
+"""Graph, the context manager that builds on exit and is then called like a function; and FE's
+helpers graph, jit and graph_cache."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from ropegraph.api.enums import data_type, heur_mode
+from ropegraph.api.handle import Handle, create_handle
+from ropegraph.api.pygraph import pygraph
+from ropegraph.api.tensor import Tensor
+from ropegraph.errors import GraphError
+from ropegraph.ir.ops import op_name
+
+R = TypeVar("R")
+HEURISTICS = (heur_mode.A, heur_mode.FALLBACK)
+
+# Recording methods whose tensors get canonical names, ``<node>::<keyword>``.
+_OPS = ("rope", "rope_backward", "sdpa", "sdpa_backward", "scale", "mul")
+# Managed by the wrapper: calling them inside the block would build half a graph.
+_BLOCKED = (
+    "validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans",
+    "build", "execute",
+)  # fmt: skip
+
+
+class Graph:
+    """A graph recorded in a ``with`` block, built when it ends, then called.
+
+    handle: a handle, "auto" (the current device and stream), or None.
+    inputs, outputs: names in the order of a positional call, ``node::keyword`` or set_name's.
+    workspace_alloc: False leaves the workspace to the caller (``workspace=``).
+    Further keywords go to pygraph.
+    Called with tensors, it returns the outputs (one alone, several as a tuple); called with one
+    dict, missing outputs are allocated and added to it.
+    """
+
+    def __init__(
+        self,
+        handle: Handle | str | None = None,
+        inputs: Sequence[Any] | None = None,
+        outputs: Sequence[Any] | None = None,
+        heuristics: Sequence[Any] | None = None,
+        workspace_alloc: bool = True,
+        **pygraph_kwargs: Any,
+    ) -> None:
+        self._handle = create_handle() if handle == "auto" else handle
+        if isinstance(self._handle, str):
+            raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+        self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
+        self._heuristics = list(heuristics or HEURISTICS)
+        self._workspace_alloc = workspace_alloc
+        self._order = (list(inputs or []), list(outputs or []))
+        self._built = False
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is None:
+            self._graph.build(self._heuristics)
+            self._built = True
+            if self._order[0] or self._order[1]:
+                self.set_io_tuples(*self._order)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _BLOCKED:
+            raise GraphError(f"Graph: {name}() is called for you when the with block ends")
+        method = getattr(self._graph, name)
+        if name not in _OPS:
+            return method
+        return functools.partial(self._record, method)
+
+    def _record(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record, and give inputs made from framework tensors their canonical names."""
+        result = method(*args, **kwargs)
+        node = self._graph.recorder.nodes[-1]
+        for port, tensor in node.inputs.items():
+            if not tensor.spec.name and tensor.spec.producer is None:
+                tensor.spec.name = f"{node.name}::{port}"
+        return result
+
+    def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """The order of a positional call.  Every tensor the caller binds must be listed once."""
+        graph = self._graph.lowered.recorded
+        names = [[self._resolve(t) for t in side] for side in (inputs, outputs)]
+        bound = {n for n, t in self._named().items() if t.spec.bound is not None}
+        missing = {*graph.inputs, *graph.visible} - {*names[0], *names[1]} - bound
+        if missing:
+            raise GraphError(f"Graph: {sorted(missing)} are listed in neither inputs nor outputs")
+        for name in names[1]:
+            if name not in graph.visible:
+                raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
+        self._order = names[0], names[1]
+
+    def _named(self) -> dict[str, Tensor]:
+        return {name: t for t, name in self._graph.recorder.names().items()}
+
+    def _resolve(self, given: Any) -> str:
+        """A canonical name, a tensor, its own name or its uid -> the name in the graph."""
+        for name, tensor in self._named().items():
+            if given is tensor or given == name or (tensor.get_uid() >= 0 and given == tensor.get_uid()):
+                return name
+        for node in self._graph.recorder.nodes:
+            ports = {**node.inputs, **node.outputs}
+            for port, tensor in ports.items():
+                if given == f"{node.name}::{port}":
+                    return self._graph.recorder.names()[tensor]
+        known = [
+            f"{n.name}::{p} ({op_name(n.attrs)})" for n in self._graph.recorder.nodes for p in n.inputs
+        ]
+        raise GraphError(f"Graph: {given!r} names no tensor; there are {', '.join(known)}")
+
+    def __call__(self, *args: Any, handle: Handle | None = None, workspace: Any = None) -> Any:
+        """Run on positional tensors in the order of ``inputs``, or on one dict."""
+        if not self._built:
+            raise GraphError("Graph: called before its with block ended")
+        if len(args) == 1 and isinstance(args[0], Mapping):
+            return self._call_with_dict(args[0], handle, workspace)  # pyright: ignore
+        inputs, outputs = self._order
+        if len(args) != len(inputs):
+            raise GraphError(f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}")
+        pack = dict(zip(inputs, args, strict=True))
+        results = {name: self._allocate(name, args) for name in outputs}
+        self._run({**pack, **results}, handle, workspace)
+        made = tuple(results.values())
+        return made[0] if len(made) == 1 else made
+
+    def _call_with_dict(self, given: Any, handle: Handle | None, workspace: Any) -> Any:
+        pack = {self._resolve(key): buffer for key, buffer in given.items()}
+        for name in self._graph.lowered.recorded.visible:
+            if name not in pack:
+                pack[name] = given[name] = self._allocate(name, list(pack.values()))
+        self._run(pack, handle, workspace)
+        return given
+
+    def _run(self, pack: dict[str, Any], handle: Handle | None, workspace: Any) -> None:
+        if workspace is None and not self._workspace_alloc and self._graph.get_workspace_size():
+            raise GraphError(
+                "Graph: workspace_alloc=False, so pass workspace= of "
+                f"{self._graph.get_workspace_size()} bytes"
+            )
+        self._graph.execute(pack, workspace, handle or self._handle)
+
+    def _allocate(self, name: str, like: Sequence[Any]) -> torch.Tensor:
+        """An output buffer with the declared dims and strides, where the inputs are."""
+        tensors = [t for t in like if isinstance(t, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        value = self._graph.lowered.recorded.values[name]
+        dtype = getattr(torch, value.dtype.torch_name)
+        return torch.empty_strided(value.dim, value.stride, dtype=dtype, device=device)
+
+
+@contextmanager
+def graph(
+    handle: Handle | None = None,
+    name: str = "graph",
+    io: Any = data_type.HALF,
+    intermediate: Any = data_type.FLOAT,
+    compute: Any = data_type.FLOAT,
+    **pygraph_kwargs: Any,
+) -> Iterator[tuple[pygraph, list[Any]]]:
+    """FE's ``with cudnn.graph(handle) as (g, _):``; building is left to jit or the caller."""
+    yield (
+        pygraph(
+            name=name,
+            io_data_type=io,
+            intermediate_data_type=intermediate,
+            compute_data_type=compute,
+            handle=handle,
+            **pygraph_kwargs,
+        ),
+        [],
+    )
+
+
+def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Build the graph that the decorated function returns, alone or first in a tuple."""
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> R:
+            result: Any = function(*args, **kwargs)
+            made: Any = result[0] if isinstance(result, tuple) else result
+            if not isinstance(made, pygraph):
+                raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
+            made.build(list(heur_modes))
+            return result
+
+        return wrapper
+
+    return decorate
+
+
+def graph_cache(
+    key_fn: Callable[..., Any], maxsize: int = 256
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Keep what the decorated function returned, by key_fn(*args, **kwargs); the oldest unused goes.
+
+    Thread-safe: one key is made once.
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        kept: OrderedDict[Any, R] = OrderedDict()
+        lock = threading.RLock()
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> R:
+            key = key_fn(*args, **kwargs)
+            with lock:
+                if key not in kept:
+                    kept[key] = function(*args, **kwargs)
+                    if len(kept) > maxsize:
+                        kept.popitem(last=False)
+                kept.move_to_end(key)
+                return kept[key]
+
+        return wrapper
+
+    return decorate

@@ -1,0 +1,91 @@
+"""The torch engine: every op, every device, every dtype. What it computes is what the ops mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ropegraph.engines.torch_executor.sequences import parts
+from ropegraph.ir.ops import (
+    Op,
+    Rope,
+    RopeBackward,
+    RopeFreqsGrad,
+    RopePair,
+    Rotation,
+    Scale,
+    Sdpa,
+    SdpaBackward,
+    Sum,
+)
+from ropegraph.lowering.engine import Device, Executable, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TorchExecutor:
+    """Plain torch: fast attention where that is exactly the same thing, blockwise elsewhere."""
+
+    name = "torch"
+    ops: tuple[type[Op], ...] = (
+        Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
+    )  # fmt: skip
+
+    def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
+        """Every broken rule, none if it can."""
+        attrs = step.node.attrs
+        parts = attrs.parts if isinstance(attrs, RopePair) else (attrs,)
+        return tuple(
+            f"angles={part.angles!r} and numerics={part.numerics!r} are not served yet"
+            for part in parts
+            if isinstance(part, Rotation) and (part.angles != "freqs" or part.numerics != "fp32")
+        )
+
+    def compile(self, step: Step, device: Device) -> Executable:
+        match step.node.attrs:
+            case Sdpa():
+                from ropegraph.engines.torch_executor.sdpa import compile_sdpa
+
+                return compile_sdpa(step)
+            case SdpaBackward():
+                from ropegraph.engines.torch_executor.sdpa import compile_sdpa_backward
+
+                return compile_sdpa_backward(step)
+            case Scale(factor):
+                return _ScaleStep(step, factor)
+            case Sum():
+                return _SumStep(step)
+            case _:
+                from ropegraph.engines.torch_executor.rope import compile_rope
+
+                return compile_rope(step)
+
+
+class _ScaleStep:
+    """output = factor * input, computed in fp32 (fp64 for fp64 input) and rounded once."""
+
+    def __init__(self, step: Step, factor: float) -> None:
+        self.step, self.factor = step, factor
+
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for out, x in parts(self.step, env, ("output", "input")):
+            out.copy_(_wide(x) * self.factor)
+
+
+class _SumStep:
+    """output = the sum of all inputs in fp32 (fp64 for fp64 inputs), rounded once."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.ports = step, ("output", *step.node.inputs)
+
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for out, first, *others in parts(self.step, env, self.ports):
+            total = _wide(first)
+            for term in others:
+                total = total + _wide(term)
+            out.copy_(total)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.dtype.itemsize == 8 else x.float()

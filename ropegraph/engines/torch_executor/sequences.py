@@ -1,0 +1,78 @@
+"""The sequences of a ragged tensor, as dense views of the buffer it was bound to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ropegraph.errors import PositionError
+from ropegraph.ir.graph import Value
+from ropegraph.lowering.engine import Step
+
+
+def read_starts(offsets: Tensor, value: Value) -> list[int]:
+    """The [b + 1] element offsets as host numbers.  Raises PositionError if they decrease."""
+    starts = [int(x) * value.ragged_multiplier for x in offsets.reshape(-1).tolist()]
+    if starts and starts[0] < 0:
+        raise PositionError(
+            f"{value.ragged_offset!r}: the first offset of {value.name!r} is {starts[0]}; "
+            "offsets count elements from the start of the buffer"
+        )
+    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if end < start:
+            raise PositionError(
+                f"{value.ragged_offset!r}: offsets of {value.name!r} decrease at sequence {i}, "
+                f"from {start} to {end}; give a running sum"
+            )
+    return starts
+
+
+def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
+    """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
+    s, stride_s = value.dim[2], value.stride[2]
+    return [
+        min(s, (end - start) // max(stride_s, 1))
+        for start, end in zip(starts, starts[1:], strict=False)
+    ]
+
+
+def views(
+    buffer: Tensor, value: Value, starts: Sequence[int], lengths: Sequence[int]
+) -> list[Tensor]:
+    """[h, length, d] views of ``buffer``, one a sequence, with the strides of ``value``.
+
+    Raises PositionError if a sequence reaches past the end of the buffer's memory.
+    """
+    _, h, _, d = value.dim
+    _, stride_h, stride_s, stride_d = value.stride
+    first = buffer.storage_offset()
+    room = buffer.untyped_storage().nbytes() // buffer.element_size() - first
+    found: list[Tensor] = []
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        reach = start + (h - 1) * stride_h + (length - 1) * stride_s + (d - 1) * stride_d + 1
+        if length and h and d and reach > room:
+            raise PositionError(
+                f"{value.name!r}: sequence {i} of {length} tokens at offset {start} ends at "
+                f"element {reach}, past the {room} elements of its buffer"
+            )
+        shape = (h, length, d)
+        found.append(buffer.as_strided(shape, (stride_h, stride_s, stride_d), first + start))
+    return found
+
+
+def parts(step: Step, env: Sequence[Tensor], ports: Sequence[str]) -> list[list[Tensor]]:
+    """The tensors at ``ports`` as they are if dense; one list of views a sequence if ragged.
+
+    The first port is an output: where it is ragged, its memory outside every sequence becomes zero.
+    """
+    tensors = [env[step.slot(port)] for port in ports]
+    values = [step.value(port) for port in ports]
+    ragged = values[0].ragged_offset
+    if ragged is None:
+        return [tensors]
+    starts = read_starts(env[step.slots[ragged]], values[0])
+    lengths = lengths_of(starts, values[0])
+    columns = [views(t, v, starts, lengths) for t, v in zip(tensors, values, strict=True)]
+    tensors[0].zero_()
+    return [list(row) for row in zip(*columns, strict=True)]

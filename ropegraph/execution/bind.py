@@ -1,0 +1,153 @@
+"""The caller's buffers, checked against the plan before anything is written.
+
+A set of buffers is checked once: as long as pointers, shapes, strides, dtypes and devices stay the
+same, the answer does too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ropegraph.dtypes import as_dtype, short
+from ropegraph.errors import GraphError
+from ropegraph.execution.overlap import disjoint, overlaps_itself
+from ropegraph.ir.graph import Value
+from ropegraph.lowering.plan import Plan
+
+
+class Binder:
+    """Fills the list of tensors that executables read, from what the caller gave."""
+
+    def __init__(self, plan: Plan) -> None:
+        graph = plan.graph
+        self.plan = plan
+        self.values = graph.values
+        self.required = [(name, plan.slots[name]) for name in (*graph.inputs, *graph.outputs)]
+        self.dtypes = {n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required}
+        self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
+        self._checked: list[Any] = []
+        self._reshaped: list[tuple[int, Value]] = []
+
+    def bind(self, buffers: Mapping[str, Any], env: list[Any]) -> None:
+        """Put the buffers of all inputs and outputs into ``env``.
+
+        buffers: value name -> torch tensor, DLPack object or (host scalars) number.
+        Raises GraphError naming the value, what was given and what would work.
+        """
+        signature: list[Any] = []
+        for name, slot in self.required:
+            try:
+                buffer = buffers[name]
+            except KeyError:
+                raise self._missing(name) from None
+            if type(buffer) is not Tensor:
+                buffer = self._as_tensor(name, buffer)
+            env[slot] = buffer
+            signature += (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
+        if signature != self._checked:
+            self._reshaped = self._check(env)
+            self._checked = signature
+        for slot, value in self._reshaped:
+            env[slot] = env[slot].as_strided(value.dim, value.stride)
+
+    def _as_tensor(self, name: str, buffer: object) -> Tensor:
+        if isinstance(buffer, Tensor):
+            return buffer
+        if isinstance(buffer, (int, float)) and name in self.hosts:
+            value = self.values[name]
+            return torch.tensor(buffer, dtype=self.dtypes[name]).reshape(value.dim)
+        if hasattr(buffer, "__dlpack__"):
+            return cast(Tensor, torch.from_dlpack(buffer))  # pyright: ignore
+        raise GraphError(
+            f"{name!r} is bound to {type(buffer).__name__} {buffer!r:.60}; "
+            "bind a torch tensor or an object with __dlpack__"
+        )
+
+    def _missing(self, name: str) -> GraphError:
+        users = [
+            f"{port} of {node.name!r}"
+            for node in self.plan.graph.nodes
+            for port, value in (*node.inputs.items(), *node.outputs.items())
+            if value == name
+        ]
+        value = self.values[name]
+        role = ", ".join(users) or "offsets of a ragged tensor"
+        return GraphError(
+            f"no buffer is bound to {name!r} ({role}); "
+            f"bind a {short(value.dtype)} tensor {list(value.dim)}"
+        )
+
+    def _check(self, env: list[Any]) -> list[tuple[int, Value]]:
+        """Raise GraphError for the first wrong buffer; return the values that need their dim."""
+        reshaped: list[tuple[int, Value]] = []
+        for name, slot in self.required:
+            value, buffer = self.values[name], cast(Tensor, env[slot])
+            self._check_place(value, buffer)
+            if value.ragged_offset is None and self._check_shape(value, buffer):
+                reshaped.append((slot, value))
+        self._check_overlap(env)
+        return reshaped
+
+    def _check_place(self, value: Value, buffer: Tensor) -> None:
+        given = as_dtype(buffer.dtype)
+        if given is not value.dtype:
+            raise GraphError(
+                f"{value.name!r} is declared {short(value.dtype)} but bound to a "
+                f"{short(given)} buffer {list(buffer.shape)}"
+            )
+        wanted = "cpu" if value.is_host else self.plan.device.type
+        index = self.plan.device.index if wanted == "cuda" else None
+        if buffer.device.type != wanted or (index is not None and buffer.device.index != index):
+            where = "the CPU (it is passed by value)" if value.is_host else str(self.plan.device)
+            raise GraphError(
+                f"{value.name!r} is bound to a buffer on {buffer.device}, but must be on {where}"
+            )
+        if buffer.layout is not torch.strided:
+            raise GraphError(f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one")
+
+    def _check_shape(self, value: Value, buffer: Tensor) -> bool:
+        """Raise if shape or strides differ; True if the shapes differ in size-1 dims only."""
+        shape, stride = tuple(buffer.shape), buffer.stride()
+        if _steps(shape, stride) == _steps(value.dim, value.stride):
+            return shape != value.dim
+        if [n for n in shape if n != 1] != [n for n in value.dim if n != 1]:
+            raise GraphError(
+                f"{value.name!r} is declared {list(value.dim)} but bound to a buffer {list(shape)}"
+            )
+        if 0 in value.dim:
+            return shape != value.dim
+        raise GraphError(
+            f"{value.name!r} is declared with strides {list(value.stride)} but its buffer "
+            f"{list(shape)} has {list(stride)}; declare them with set_stride or tensor_like"
+        )
+
+    def _check_overlap(self, env: list[Any]) -> None:
+        """No output may share memory with another, or with an input that is still to be read."""
+        graph = self.plan.graph
+        last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
+        for i, node in enumerate(graph.nodes):
+            for output in node.outputs.values():
+                if graph.is_virtual(output):
+                    continue
+                mine = env[self.plan.slots[output]]
+                if overlaps_itself(mine):
+                    raise GraphError(
+                        f"the buffer of output {output!r} overlaps itself: shape "
+                        f"{list(mine.shape)}, strides {list(mine.stride())}"
+                    )
+                for name, slot in self.required:
+                    reads_later = last_read.get(name, -1) >= i or name in graph.outputs
+                    if name != output and reads_later and not disjoint(mine, env[slot]):
+                        raise GraphError(
+                            f"the buffer of output {output!r} (written by {node.name!r}) shares "
+                            f"memory with that of {name!r}; use separate buffers"
+                        )
+
+
+def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(extent, stride) of the axes that are stepped over: an axis of length 1 has no stride."""
+    return [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]

@@ -1,0 +1,115 @@
+"""The hot loop: bind, then call one executable a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropegraph.errors import GraphError
+from ropegraph.execution.bind import Binder
+from ropegraph.ir.graph import Value
+from ropegraph.lowering.engine import Executable
+from ropegraph.lowering.memory import span_bytes
+from ropegraph.lowering.plan import Plan
+
+
+class Runnable:
+    """A compiled plan. Several threads may run it: each has its own arena."""
+
+    def __init__(self, plan: Plan, executables: Sequence[Executable]) -> None:
+        self.plan = plan
+        self.executables = tuple(executables)
+        self.binder = Binder(plan)
+        self.device = torch.device(plan.device.type, plan.device.index)
+        self._arenas = threading.local()
+
+    def __call__(
+        self, buffers: Mapping[str, Any], workspace: object = None, stream: int | None = None
+    ) -> None:
+        """Run every step on the caller's buffers.
+
+        workspace: a buffer of plan.workspace_bytes; None takes this thread's own arena.
+        stream: a CUDA stream handle; None means torch's current stream.
+        Raises GraphError before the first launch if a buffer is wrong; an error after it names
+        the outputs that were written.
+        """
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream if self._on_cuda else 0
+        env = self._environment(workspace, stream)
+        with torch.no_grad():
+            self.binder.bind(buffers, env)
+            if torch.is_autocast_enabled(self.plan.device.type):
+                # Autocast would round the products of angles and of scores to 16 bits.
+                with torch.autocast(self.plan.device.type, enabled=False):
+                    self._run(env, stream)
+            else:
+                self._run(env, stream)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.plan.device.type == "cuda"
+
+    def _run(self, env: list[Any], stream: int) -> None:
+        done = 0
+        try:
+            for executable in self.executables:
+                executable(env, stream)
+                done += 1
+        except GraphError as error:
+            written = self._written(done)
+            if written:
+                raise type(error)(f"{error}; already written: {', '.join(written)}") from error
+            raise
+
+    def _written(self, steps: int) -> list[str]:
+        graph = self.plan.graph
+        values = (v for step in self.plan.steps[:steps] for v in step.node.outputs.values())
+        return [v for v in values if not graph.is_virtual(v)]
+
+    def _environment(self, workspace: object, stream: int) -> list[Any]:
+        """A fresh list with every virtual value in its place, and room for the bound ones."""
+        if workspace is None:
+            templates: dict[int, list[Any]] = self._arenas.__dict__.setdefault("by_stream", {})
+            if stream not in templates:
+                size = self.plan.workspace_bytes
+                arena = torch.empty(size, dtype=torch.uint8, device=self.device)
+                templates[stream] = self._layout(arena)
+            return list(templates[stream])
+        return self._layout(self._as_arena(workspace))
+
+    def _as_arena(self, workspace: object) -> Tensor:
+        size = self.plan.workspace_bytes
+        if not isinstance(workspace, Tensor) or not workspace.is_contiguous():
+            raise GraphError(
+                f"workspace is {type(workspace).__name__}; "
+                f"use a contiguous uint8 tensor of {size} bytes"
+            )
+        flat = workspace.detach().reshape(-1).view(torch.uint8)
+        if flat.numel() < size or workspace.device.type != self.device.type:
+            raise GraphError(
+                f"workspace has {flat.numel()} bytes on {workspace.device}; "
+                f"this plan needs {size} bytes on {self.device} (get_workspace_size)"
+            )
+        if size and flat.data_ptr() % 16:
+            raise GraphError("workspace is not aligned to 16 bytes")
+        return flat
+
+    def _layout(self, arena: Tensor) -> list[Any]:
+        env: list[Any] = [None] * len(self.plan.slots)
+        for name, start in self.plan.workspace.items():
+            env[self.plan.slots[name]] = _place(arena, start, self.plan.graph.values[name])
+        return env
+
+
+def _place(arena: Tensor, start: int, value: Value) -> Tensor:
+    size = span_bytes(value)
+    flat = arena[start : start + size].view(getattr(torch, value.dtype.torch_name))
+    if value.ragged_offset is not None:
+        return flat
+    return flat.as_strided(value.dim, value.stride)
+
+

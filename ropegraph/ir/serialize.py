@@ -1,0 +1,99 @@
+"""A graph as versioned JSON with a checksum, and the key that stands for everything in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from ropegraph.dtypes import DType
+from ropegraph.errors import GraphError
+from ropegraph.ir import contract, graph, ops, score_mod
+
+FORMAT = "ropegraph"
+VERSION = 1
+
+_CLASSES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        graph.Graph, graph.Node, graph.Value,
+        ops.Rope, ops.RopeBackward, ops.RopeFreqsGrad, ops.RopePair, ops.Sdpa, ops.SdpaBackward,
+        ops.Scale, ops.Sum,
+        score_mod.ScoreProgram, score_mod.Instruction, score_mod.Ref, score_mod.Port,
+        contract.FoldContract, contract.FoldEntry,
+    )
+}  # fmt: skip
+
+
+def dumps(value: graph.Graph) -> bytes:
+    """Serialize a graph.  Floats keep every bit."""
+    body = _canonical(value)
+    return json.dumps(
+        {"format": FORMAT, "version": VERSION, "sha256": _digest(body), "graph": json.loads(body)}
+    ).encode()
+
+
+def loads(data: bytes | str) -> graph.Graph:
+    """Read a serialized graph.  Raises GraphError if it is no such file, newer, or damaged."""
+    try:
+        file = json.loads(data)
+        kind, version, digest, body = (file[k] for k in ("format", "version", "sha256", "graph"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise GraphError("deserialize: the data is not a serialized ropegraph graph") from error
+    if kind != FORMAT or version != VERSION:
+        raise GraphError(
+            f"deserialize: this is {kind!r} version {version!r}; use {FORMAT!r} version {VERSION}"
+        )
+    if _digest(json.dumps(body, sort_keys=True)) != digest:
+        raise GraphError("deserialize: the checksum does not match; the data was changed")
+    try:
+        return _decode(body)
+    except (KeyError, TypeError) as error:
+        raise GraphError(f"deserialize: the graph has an unknown part: {error}") from error
+
+
+def key(value: graph.Graph, context: tuple[str, ...] = ()) -> str:
+    """A hash of every field of the graph, and of what else decides how it is lowered."""
+    return _digest(_canonical(value) + "\n".join(context))
+
+
+def _canonical(value: graph.Graph) -> str:
+    return json.dumps(_encode(value), sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, DType):
+        return {"$dtype": value.name}
+    if is_dataclass(value):
+        content = {f.name: _encode(getattr(value, f.name)) for f in fields(value)}
+        return {"$": type(value).__name__, **content}
+    if isinstance(value, frozenset):
+        return {"$set": sorted(cast("frozenset[str]", value))}
+    if isinstance(value, Mapping):
+        # A list of pairs: the order of values and ports is part of the graph.
+        return {"$map": [[k, _encode(v)] for k, v in cast("Mapping[str, Any]", value).items()]}
+    if isinstance(value, tuple):
+        return [_encode(v) for v in cast("tuple[Any, ...]", value)]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(v) for v in cast("list[Any]", value))
+    if not isinstance(value, dict):
+        return value
+    items = cast("dict[str, Any]", value)
+    if "$dtype" in items:
+        return DType[items["$dtype"]]
+    if "$set" in items:
+        return frozenset(items["$set"])
+    if "$map" in items:
+        return {k: _decode(v) for k, v in items["$map"]}
+    cls = _CLASSES[items["$"]]
+    return cls(**{k: _decode(v) for k, v in items.items() if k != "$"})

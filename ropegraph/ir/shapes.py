@@ -1,0 +1,189 @@
+"""Output dims of each operation, and the shape rules of its inputs.
+
+Used when a node is recorded and again after every pass: the messages name node, port and value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ropegraph.errors import GraphError
+from ropegraph.ir.graph import merged_ports
+from ropegraph.ir.ops import (
+    Attention,
+    Op,
+    Rope,
+    RopeBackward,
+    RopeFreqsGrad,
+    RopePair,
+    Rotation,
+    Scale,
+    Sdpa,
+    SdpaBackward,
+    Sum,
+    op_name,
+)
+
+Dim = tuple[int, ...]
+
+
+def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
+    """Dims of every output port of a node, from the dims at its input ports.
+
+    Raises GraphError naming the node, the port, its dims and what would fit.
+    """
+    where = f"{op_name(attrs)} {name!r}"
+    match attrs:
+        case Rope():
+            _rotation(where, attrs, "input", dims)
+            return {"output": dims["input"]}
+        case RopeBackward():
+            _rotation(where, attrs, "dY", dims)
+            return {"dX": dims["dY"]}
+        case RopeFreqsGrad():
+            _rotation(where, attrs, "input", dims)
+            _same(where, "dY", dims["dY"], "input", dims["input"])
+            return {"dfreqs": dims["freqs"]}
+        case RopePair(parts):
+            outputs: dict[str, Dim] = {}
+            for i, part in enumerate(parts):
+                own = infer(name, part, merged_ports_of_dims(attrs, dims, i))
+                outputs |= {f"{port}{i}": dim for port, dim in own.items()}
+            return outputs
+        case Sdpa():
+            b, h_q, s_q, d_v = _attention(where, attrs, dims)
+            return {"O": (b, h_q, s_q, d_v), "Stats": (b, h_q, s_q, 1)}
+        case SdpaBackward():
+            b, h_q, s_q, d_v = _attention(where, attrs, dims)
+            _exact(where, "o", dims["o"], (b, h_q, s_q, d_v))
+            _exact(where, "dO", dims["dO"], (b, h_q, s_q, d_v))
+            _exact(where, "stats", dims["stats"], (b, h_q, s_q, 1))
+            grads = {"dQ": dims["q"], "dK": dims["k"], "dV": dims["v"]}
+            if "bias" in dims:
+                grads["dBias"] = dims["bias"]
+            if "sink_token" in dims:
+                grads["dSink_token"] = dims["sink_token"]
+            return grads
+        case Scale():
+            return {"output": dims["input"]}
+        case Sum():
+            first = dims["0"]
+            for port, dim in dims.items():
+                _same(where, port, dim, "0", first)
+            return {"output": first}
+
+
+def merged_ports_of_dims(pair: RopePair, dims: Mapping[str, Dim], part: int) -> dict[str, Dim]:
+    ports = {port: port for port in dims}
+    return {port: dims[source] for port, source in merged_ports(pair, ports, part).items()}
+
+
+def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -> None:
+    _rank4(where, port, dims[port])
+    b, _, s, d = dims[port]
+    r = attrs.rope_dim
+    if r % 2 or r < 0:
+        raise GraphError(f"{where}: rope_dim={r} is odd; a rotation acts on pairs of channels")
+    if r > d:
+        raise GraphError(
+            f"{where}: rope_dim={r} is more than the {d} channels of {port} {list(dims[port])}; "
+            f"use an even one up to {d - d % 2}"
+        )
+    if not 0 <= attrs.rope_offset <= d - r:
+        raise GraphError(
+            f"{where}: rope_offset={attrs.rope_offset} with rope_dim={r} leaves the {d} channels "
+            f"of {port}; use 0 to {d - r}"
+        )
+    if "freqs" in dims:
+        _table(where, attrs, dims["freqs"], b, s, d)
+
+
+def _table(where: str, attrs: Rotation, table: Dim, b: int, s: int, d: int) -> None:
+    r = attrs.rope_dim
+    width = r // 2 if attrs.half_width else r
+    if len(table) != 4 or table[2] != 1 or table[1] not in (1, b):
+        raise GraphError(
+            f"{where}: freqs {list(table)} is not a table of angles; "
+            f"use [s, 1, 1, {width}], or [s, {b}, 1, {width}] with one table per batch entry"
+        )
+    if table[3] != width:
+        other = r if attrs.half_width else r // 2
+        hint = f"half_width={not attrs.half_width}" if table[3] == other else f"rope_dim={table[3]}"
+        raise GraphError(
+            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels with "
+            f"half_width={attrs.half_width} reads {width} columns; use a table {width} wide or {hint}"
+        )
+    if table[0] < s:
+        raise GraphError(
+            f"{where}: freqs {list(table)} has {table[0]} rows for {s} positions; "
+            f"use a table of at least {s} rows"
+        )
+
+
+def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
+    q, k, v = dims["q"], dims["k"], dims["v"]
+    for port in ("q", "k", "v"):
+        _rank4(where, port, dims[port])
+    (b, h_q, s_q, d_qk), (b_k, h_k, s_kv, _), (b_v, h_v, s_v, d_v) = q, k, v
+    if k[3] != d_qk:
+        raise GraphError(f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}")
+    for port, h in (("k", h_k), ("v", h_v)):
+        if (h == 0) != (h_q == 0) or (h and h_q % h):
+            raise GraphError(
+                f"{where}: h_q={h_q} is not a multiple of the {h} heads of {port} "
+                f"{list(dims[port])}; query heads share key heads in equal groups"
+            )
+    paged = isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None
+    if paged:
+        s_kv = attrs.max_seq_len_kv or 0
+        for port, pages in (("k", k), ("v", v)):
+            table = dims[f"paged_attention_{port}_table"]
+            if len(table) != 4 or table[0] != b or table[1] != 1 or table[3] != 1:
+                raise GraphError(
+                    f"{where}: paged_attention_{port}_table {list(table)} must be "
+                    f"[{b}, 1, pages per sequence, 1]"
+                )
+            if table[2] * pages[2] < s_kv:
+                raise GraphError(
+                    f"{where}: paged_attention_max_seq_len_kv={s_kv} is more than the {table[2]} "
+                    f"pages of {pages[2]} tokens that paged_attention_{port}_table holds"
+                )
+    else:
+        if b_k != b or b_v != b:
+            raise GraphError(f"{where}: the batch sizes of q, k, v differ: {b}, {b_k}, {b_v}")
+        if s_v != s_kv:
+            raise GraphError(f"{where}: k has s_kv={s_kv} keys but v {list(v)} has {s_v}")
+    if "bias" in dims:
+        bias = dims["bias"]
+        fits = len(bias) == 4 and all(
+            x in (1, full) for x, full in zip(bias, (b, h_q, s_q, s_kv), strict=True)
+        )
+        if not fits:
+            raise GraphError(
+                f"{where}: bias {list(bias)} does not broadcast to the logits "
+                f"[{b}, {h_q}, {s_q}, {s_kv}]"
+            )
+    for port in ("seq_len_q", "seq_len_kv"):
+        if port in dims:
+            _exact(where, port, dims[port], (b, 1, 1, 1))
+    if "sink_token" in dims:
+        _exact(where, "sink_token", dims["sink_token"], (1, h_q, 1, 1))
+    for port in ("attn_scale", "seed", "offset"):
+        if port in dims and any(x != 1 for x in dims[port]):
+            raise GraphError(f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]")
+    return (b, h_q, s_q, d_v)
+
+
+def _rank4(where: str, port: str, dim: Dim) -> None:
+    if len(dim) != 4:
+        raise GraphError(f"{where}: {port} {list(dim)} has {len(dim)} dims; use [b, h, s, d]")
+
+
+def _same(where: str, port: str, dim: Dim, other: str, wanted: Dim) -> None:
+    if dim != wanted:
+        raise GraphError(f"{where}: {port} {list(dim)} differs from {other} {list(wanted)}")
+
+
+def _exact(where: str, port: str, dim: Dim, wanted: Dim) -> None:
+    if dim != wanted:
+        raise GraphError(f"{where}: {port} is {list(dim)}; use {list(wanted)}")

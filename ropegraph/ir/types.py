@@ -1,0 +1,68 @@
+"""Data types at the ports of each operation: what is allowed, what is assumed, what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ropegraph.dtypes import FLOATS, INDEX, DType, short, wider
+from ropegraph.errors import GraphError
+from ropegraph.ir.ops import Op, RopePair, SdpaBackward, op_name
+
+# Ports that carry something else than the data type of the graph: what is assumed, what is allowed.
+_INTEGER = (
+    "seq_len_q", "seq_len_kv", "seed", "offset", "ragged_offset",
+    "paged_attention_k_table", "paged_attention_v_table",
+    "position_ids", "start_positions", "cu_seqlens",
+)  # fmt: skip
+_SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
+_FREE = ("bias", "attn_scale", "cos", "sin", "cos_sin")
+_SAME_AS_FIRST = ("k", "v", "o", "dO", "dY")
+
+
+def default_dtype(port: str, io: DType, first: DType) -> DType:
+    """The type of an input that declares none. first: the type at the node's first port."""
+    if port in _INTEGER:
+        return DType.INT32
+    if port in _SINGLE or port == "attn_scale":
+        return wider(first) if port in ("stats", "sink_token", "attn_scale") else DType.FLOAT
+    if port.startswith("score_mod."):
+        return DType.FLOAT
+    return io
+
+
+def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
+    """Raise GraphError naming node, port and type if an input has a type the op cannot read."""
+    where = f"{op_name(attrs)} {name!r}"
+    if isinstance(attrs, RopePair):
+        return
+    first_port, first = next(iter(dtypes.items()))
+    for port, dtype in dtypes.items():
+        if port in _INTEGER:
+            allowed = INDEX
+        elif port in _SINGLE:
+            allowed = (DType.FLOAT, DType.DOUBLE)
+        else:
+            allowed = FLOATS
+        if port.startswith("score_mod."):
+            allowed = (*FLOATS, *INDEX, DType.BOOLEAN)
+        if dtype not in allowed:
+            raise GraphError(
+                f"{where}: {port} is {short(dtype)}; use {', '.join(map(short, allowed))}"
+            )
+        if port in _SAME_AS_FIRST and dtype is not first:
+            raise GraphError(
+                f"{where}: {port} is {short(dtype)} but {first_port} is {short(first)}; "
+                "both must have one data type"
+            )
+
+
+def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
+    """The type of an output that declares none: that of the data, or fp32 / fp64 for statistics."""
+    first = next(iter(dtypes.values()))
+    if port == "Stats":
+        return wider(first)
+    if isinstance(attrs, SdpaBackward) and port in ("dBias", "dSink_token"):
+        return dtypes["bias" if port == "dBias" else "sink_token"]
+    if port == "dfreqs":
+        return dtypes["freqs"]
+    return first

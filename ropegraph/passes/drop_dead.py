@@ -1,0 +1,35 @@
+"""Drop what nobody reads.
+
+    y = rope(x)          (y unread, not bound)   ->   nothing
+    o, stats = sdpa(..)  (stats unread)          ->   o = sdpa(..)
+
+Right because an op has no effect but its outputs. Stats are the costly case: without them the
+forward needs no log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.ops import Op
+from ropegraph.passes.rewrite import Decline, Edit, Rule
+
+
+def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
+    used = {
+        port: value
+        for port, value in node.outputs.items()
+        if graph.reading(value) or not graph.is_virtual(value)
+    }
+    if not used:
+        return Edit(removed=(node.name,), note="removed: nobody reads its outputs")
+    # A pair keeps both outputs: its launch writes both.
+    if len(used) < len(node.outputs) and not hasattr(node.attrs, "parts"):
+        unused = sorted(set(node.outputs) - set(used))
+        return Edit((replace(node, outputs=used),), note=f"{', '.join(unused)} not computed: unread")
+    return None
+
+
+drop_dead = Rule("drop-dead", root=get_args(Op), apply=_apply)

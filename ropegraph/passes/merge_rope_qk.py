@@ -1,0 +1,76 @@
+"""Rotate Q and K in one launch.
+
+    q2 = rope(q); k2 = rope(k); o = sdpa(q2, k2, v)   ->   q2, k2 = rope_pair(q, k); o = sdpa(..)
+    dq = rope_backward(dq2); dk = rope_backward(dk2)  ->   dq, dk = rope_pair(dq2, dk2)
+
+Changes no bit: each part keeps its own scale, strides and head count. The parts must rotate alike,
+and neither may wait for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.ops import Rope, RopeBackward, RopePair, Sdpa, SdpaBackward
+from ropegraph.passes.rewrite import Decline, Edit, Rule
+
+
+def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
+    found = _forward(graph, node) if isinstance(node.attrs, Sdpa) else _backward(graph, node)
+    if isinstance(found, Decline):
+        return found
+    first, second = found
+    if first.name == second.name:
+        return Decline(f"q and k are made by the same node {first.name!r}")
+    if replace(first.attrs, output_scale=1.0) != replace(second.attrs, output_scale=1.0):
+        return Decline(f"{first.name!r} and {second.name!r} rotate differently")
+    if _waits(graph, first, second) or _waits(graph, second, first):
+        return Decline(f"one of {first.name!r} and {second.name!r} needs the other's result")
+    pair = Node(
+        f"{first.name}+{second.name}",
+        RopePair((first.attrs, second.attrs)),
+        {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
+        {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
+    )
+    return Edit((pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}")
+
+
+def _forward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:
+    makers = [graph.producer(node.inputs[port]) for port in ("q", "k")]
+    for port, maker in zip(("q", "k"), makers, strict=True):
+        if maker is None or not isinstance(maker.attrs, (Rope, RopePair)):
+            return Decline(f"{node.inputs[port]!r} is not made by rope")
+        if isinstance(maker.attrs, RopePair):
+            return Decline(f"{maker.name!r} is a merged launch already")
+    return makers[0], makers[1]  # pyright: ignore[reportReturnType]
+
+
+def _backward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:
+    found: list[Node[Any]] = []
+    for port in ("dQ", "dK"):
+        grad = node.outputs.get(port)
+        readers = [] if grad is None else graph.reading(grad)
+        ropes = [n for n in readers if isinstance(n.attrs, RopeBackward)]
+        if len(ropes) != 1:
+            return Decline(f"{port} is not read by one rope_backward of its own")
+        found.append(ropes[0])
+    return found[0], found[1]
+
+
+def _waits(graph: Graph, node: Node[Any], other: Node[Any]) -> bool:
+    """True if ``node`` needs, directly or not, something that ``other`` writes."""
+    todo, seen = list(node.inputs.values()), set[str]()
+    while todo:
+        producer = graph.producer(todo.pop())
+        if producer is None or producer.name in seen:
+            continue
+        if producer.name == other.name:
+            return True
+        seen.add(producer.name)
+        todo += producer.inputs.values()
+    return False
+
+
+merge_rope_qk = Rule("merge-rope-qk", root=(Sdpa, SdpaBackward), apply=_apply)

@@ -1,0 +1,80 @@
+"""The passes in order, and what they did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ropegraph.ir.contract import Fold, FoldContract, FoldEntry
+from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.ops import Rope, Scale, Sdpa
+from ropegraph.ir.verify import verify
+from ropegraph.passes.drop_dead import drop_dead
+from ropegraph.passes.fold_attn_scale import fold_attn_scale
+from ropegraph.passes.fold_inv_ln2 import fold_inv_ln2
+from ropegraph.passes.fold_scale_node import fold_scale_node
+from ropegraph.passes.merge_rope_qk import merge_rope_qk
+from ropegraph.passes.rewrite import Decision, Rule
+
+# The order is a decision: scale nodes go first, so that a rotation is seen behind them; 1/ln 2 goes
+# where attn_scale went; merging comes last, because a merged rotation folds no more.
+DEFAULT: tuple[Rule, ...] = (
+    drop_dead,
+    fold_scale_node,
+    fold_attn_scale,
+    fold_inv_ln2,
+    merge_rope_qk,
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The graph after one pass, and what the pass decided at each node."""
+
+    rule: str
+    graph: Graph
+    decisions: tuple[Decision, ...]
+
+
+def run(graph: Graph, rules: tuple[Rule, ...] = DEFAULT) -> tuple[Trace, ...]:
+    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result."""
+    verify(graph, after="record")
+    trace = [Trace("record", graph, ())]
+    for rule in rules:
+        graph, decisions = rule.run(graph)
+        verify(graph, after=rule.name)
+        trace.append(Trace(rule.name, graph, decisions))
+    return tuple(trace)
+
+
+def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContract:
+    """What a traced forward graph promises its backward.  engines: node name -> engine."""
+    before = next(t.graph for t in trace if t.rule == fold_scale_node.name)
+    after = next(t.graph for t in trace if t.rule == fold_inv_ln2.name)
+    entries: dict[str, FoldEntry] = {}
+    for node in before.nodes:
+        if isinstance(node.attrs, Sdpa):
+            folded = after.node(node.name)
+            log2 = folded.attrs.softmax_input_is_log2 and not node.attrs.softmax_input_is_log2
+            moved = folded.attrs.attn_scale != node.attrs.attn_scale
+            fold: Fold = "off"
+            if log2 or moved:
+                fold = "symmetric" if before.fold == "symmetric" else "q"
+            entries[node.name] = FoldEntry(
+                node=node.name,
+                attention=node.attrs,
+                fold=fold,
+                log2=log2,
+                q_source=_source(before, node.inputs["q"]),
+                k_source=_source(before, node.inputs["k"]),
+                ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
+                engine=engines.get(node.name, ""),
+            )
+    return FoldContract(entries)
+
+
+def _source(graph: Graph, value: str) -> Any:
+    producer: Node[Any] | None = graph.producer(value)
+    if producer is None or not isinstance(producer.attrs, (Rope, Scale)):
+        return None
+    return producer.attrs.factor if isinstance(producer.attrs, Scale) else producer.attrs
