@@ -10,7 +10,7 @@ from ropegraph.lowering.engine import Engine
 
 ENGINES: dict[str, str] = {
     "torch": "ropegraph.engines.torch_executor.engine:TorchExecutor",
-    "reference": "ropegraph.engines.reference:Reference",
+    "reference": "ropegraph.engines.reference.engine:Reference",
 }
 # reference is exact and slow: it runs only where it is asked for by name.
 DEFAULT: tuple[str, ...] = ("torch",)

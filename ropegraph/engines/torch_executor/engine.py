@@ -49,7 +49,7 @@ class TorchExecutor:
 
                 return compile_sdpa(step)
             case SdpaBackward():
-                from ropegraph.engines.torch_executor.sdpa import compile_sdpa_backward
+                from ropegraph.engines.torch_executor.sdpa_backward import compile_sdpa_backward
 
                 return compile_sdpa_backward(step)
             case Scale(factor):
