@@ -10,6 +10,7 @@ from ropegraph.lowering.engine import Engine
 
 ENGINES: dict[str, str] = {
     "cudnn.sdpa": "ropegraph.engines.cudnn_sdpa.engine:CudnnSdpa",
+    "cudnn.rope_sdpa": "ropegraph.engines.cudnn_rope_sdpa.engine:CudnnRopeSdpa",
     "torch": "ropegraph.engines.torch_executor.engine:TorchExecutor",
     "reference": "ropegraph.engines.reference.engine:Reference",
 }

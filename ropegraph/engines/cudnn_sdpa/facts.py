@@ -88,6 +88,18 @@ class Facts:
         return any(value.ragged_offset is not None for _, value in self.present(OPERANDS))
 
     @property
+    def is_sequential(self) -> bool:
+        """True where sequences end before their tensors do: padded, ragged or both."""
+        return self.attrs.padding or self.is_ragged
+
+    @property
+    def has_ragged_units(self) -> bool:
+        return any(
+            value.ragged_offset is not None and value.ragged_multiplier != 1
+            for _, value in self.present((*OPERANDS, "stats", "Stats"))
+        )
+
+    @property
     def has_dropout(self) -> bool:
         return bool(self.attrs.dropout_p)
 

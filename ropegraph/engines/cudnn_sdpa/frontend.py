@@ -14,6 +14,8 @@ OLDEST = (1, 32)
 
 
 class FeTensor(Protocol):
+    """A tensor of a graph that is being recorded."""
+
     def set_output(self, value: bool) -> FeTensor: ...
     def set_uid(self, uid: int) -> FeTensor: ...
     def set_dim(self, dim: Sequence[int]) -> FeTensor: ...
@@ -31,6 +33,8 @@ class FePlan(Protocol):
 
 
 class FeGraph(Protocol):
+    """cudnn.pygraph."""
+
     plans: Sequence[FePlan]
 
     def tensor(self, **attributes: Any) -> FeTensor: ...
@@ -52,6 +56,8 @@ class FeGraph(Protocol):
 
 
 class Frontend(Protocol):
+    """The module ``cudnn``."""
+
     data_type: Any
     heur_mode: Any
     diagonal_alignment: Any
@@ -73,13 +79,17 @@ def load() -> Frontend:
         raise ImportError(
             f"cudnn.sdpa needs nvidia-cudnn-frontend {_text(OLDEST)} or newer: {error}"
         ) from error
-    numbers = found.__version__.split(".")[:2]
-    if tuple(int(n) for n in numbers if n.isdigit()) < OLDEST:
+    if numbers_of(found.__version__) < OLDEST:
         raise ImportError(
             f"cudnn.sdpa needs nvidia-cudnn-frontend {_text(OLDEST)} or newer, "
             f"this is {found.__version__}"
         )
     return found
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
 
 
 def _text(version: tuple[int, ...]) -> str:

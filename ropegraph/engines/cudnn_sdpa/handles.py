@@ -18,20 +18,22 @@ class _Mine(threading.local):
 
     def __init__(self) -> None:
         self.by_device: dict[int, Any] = {}
-        self.keeper = _Keeper(self.by_device)
+        self.keeper = _Keeper(self.by_device, _free)
 
 
 class _Keeper:
-    """Gives the handles back when the thread is gone. Destroying one could break a graph capture
-    that is under way in another thread, so they are kept."""
+    """Gives the handles back when the thread is gone.
 
-    def __init__(self, by_device: dict[int, Any]) -> None:
-        self.by_device = by_device
+    Destroying one could break a graph capture that is under way in another thread.
+    """
+
+    def __init__(self, by_device: dict[int, Any], free: dict[int, list[Any]]) -> None:
+        self.by_device, self.free = by_device, free
 
     def __del__(self) -> None:
         # No lock: a collection may run in a thread that holds it, and append is atomic.
         for index, handle in self.by_device.items():
-            _free.setdefault(index, []).append(handle)
+            self.free.setdefault(index, []).append(handle)
 
 
 _mine = _Mine()
@@ -52,6 +54,4 @@ def _take(fe: Frontend, index: int) -> Any:
         if left:
             return left.pop()
     with torch.cuda.device(index):
-        # The first CUDA work of a new thread: torch gives it the device's context.
-        torch.cuda.current_stream(index).synchronize()
         return fe.create_handle()

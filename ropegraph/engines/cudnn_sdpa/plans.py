@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from ropegraph.engines.cudnn_sdpa.frontend import FeGraph, Frontend, load
 from ropegraph.engines.cudnn_sdpa.handles import handle_of
@@ -19,10 +18,15 @@ MOST_PLANS = 128
 
 @dataclass(frozen=True)
 class BuiltPlan:
-    """A graph of FE that is ready to run, by any thread with its own handle."""
+    """A graph of FE that is ready to run, by any thread with its own handle.
+
+    index: the entry of graph.plans that was built.  uids: every tensor that was recorded.
+    """
 
     fe: Frontend
     graph: FeGraph
+    index: int
+    uids: list[int]
     workspace_bytes: int
 
 
@@ -56,6 +60,7 @@ def forget_plans() -> None:
 
 
 def build(recipe: Recipe, name: str) -> BuiltPlan:
+    """A new plan, past the cache."""
     try:
         fe = load()
     except ImportError as error:
@@ -67,16 +72,21 @@ def build(recipe: Recipe, name: str) -> BuiltPlan:
         try:
             handle = handle_of(fe, recipe.device.index, 0)
             graph = record(fe, recipe, handle, implementation)
-            finish(fe, graph)
-            return BuiltPlan(fe, graph, graph.get_workspace_size())
-        except (fe.cudnnGraphNotSupportedError, ValueError, RuntimeError) as error:
+            index = finish(fe, graph)
+            uids = [uid for uid, _, _ in recipe]
+            return BuiltPlan(fe, graph, index, uids, graph.get_workspace_size())
+        except (fe.cudnnGraphNotSupportedError, ValueError, RuntimeError) as error:  # noqa: PERF203
             failure = failure or error
     text = f"cuDNN has no plan: {failure}"
-    raise UnsupportedError(f"cudnn.sdpa, node {name!r}: {text}", {"cudnn.sdpa": (text,)}) from failure
+    message = f"cudnn.sdpa, node {name!r}: {text}"
+    raise UnsupportedError(message, {"cudnn.sdpa": (text,)}) from failure
 
 
-def finish(fe: Frontend, graph: FeGraph) -> None:
-    """Take a recorded graph through FE's life cycle, onto cuDNN's first plan that builds."""
+def finish(fe: Frontend, graph: FeGraph) -> int:
+    """Take a recorded graph through FE's life cycle; the index of cuDNN's first plan that builds.
+
+    Raises FE's own exceptions.
+    """
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([fe.heur_mode.A, fe.heur_mode.FALLBACK])
@@ -89,23 +99,7 @@ def finish(fe: Frontend, graph: FeGraph) -> None:
         try:
             graph.check_support()
             graph.build_plans()
-            return
+            return index
         except fe.cudnnGraphNotSupportedError as error:
             failure = error
     raise failure or fe.cudnnGraphNotSupportedError("its heuristics name no engine")
-
-
-def pointers_call(graph: Any) -> Any:
-    """FE's entry that takes an array of pointers sorted by uid, 10 us shorter than the public one.
-
-    None where this release has no such thing; ``execute`` serves then.
-    """
-    try:
-        lowered = graph._lowered_graph
-        lowered._prepare_variant_pack_template()
-        uids = list(lowered._get_variant_pack_uids_sorted())
-        call = lowered._execute_with_raw_ptrs
-        plan = graph.plans[graph._plan_index].cpp_index
-    except AttributeError:
-        return None
-    return uids, call, plan

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cudnn_sdpa.frontend import FeGraph, Frontend, FeTensor
-from ropegraph.engines.cudnn_sdpa.recipe import Operand, Recipe
+from ropegraph.engines.cudnn_sdpa.frontend import FeGraph, FeTensor, Frontend
+from ropegraph.engines.cudnn_sdpa.operands import Operand
+from ropegraph.engines.cudnn_sdpa.recipe import Recipe
 
 # Output ports that FE returns, in its order; other outputs are handed to it as arguments.
 FORWARD_OUTPUTS = ("O", "Stats")
@@ -34,7 +35,7 @@ def record(
     for uid, operand, _ in sorted(recipe, key=lambda entry: bool(entry[1].ragged)):
         if operand.port not in returned:
             made[operand.port] = _tensor(fe, graph, uid, operand, made)
-    arguments = _arguments(fe, recipe, made)
+    arguments = sdpa_arguments(fe, recipe, made)
     if recipe.is_backward:
         arguments["use_deterministic_algorithm"] = recipe.deterministic
         outputs = graph.sdpa_backward(name="sdpa_backward", **arguments)
@@ -55,6 +56,7 @@ def record(
 
 
 def fe_type(fe: Frontend, dtype: DType) -> Any:
+    """FE's name for a data type, which is ours."""
     return getattr(fe.data_type, dtype.name)
 
 
@@ -74,8 +76,8 @@ def _tensor(
     return tensor.set_output(True) if operand.is_output else tensor
 
 
-def _arguments(fe: Frontend, recipe: Recipe, made: dict[str, FeTensor]) -> dict[str, Any]:
-    """The keywords that both directions share; FE's names are ours."""
+def sdpa_arguments(fe: Frontend, recipe: Recipe, made: dict[str, FeTensor]) -> dict[str, Any]:
+    """The keywords that both directions share; FE's names are ours.  made: tensors by port."""
     alignment = "BOTTOM_RIGHT" if recipe.bottom_right else "TOP_LEFT"
     arguments: dict[str, Any] = {
         port: tensor

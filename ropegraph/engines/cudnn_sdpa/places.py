@@ -1,0 +1,70 @@
+"""Where each pointer of a plan comes from, and how the workspace is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ropegraph.engines.cudnn_sdpa.operands import Operand
+from ropegraph.engines.cudnn_sdpa.recipe import Recipe
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Places:
+    """(place, source) of every pointer; the place is an index into the plan's pointers.
+
+    buffers: from a slot of the environment.  offsets: made here, once.  host_scale: a number that
+    is converted on its way.  in_scratch: at a byte of the workspace, behind cuDNN's own part.
+    stats_start: where the copy of the Stats lies in it, if one is made.
+    """
+
+    buffers: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, torch.Tensor], ...]
+    host_scale: tuple[int, int] | None
+    in_scratch: tuple[tuple[int, int], ...]
+    stats_start: int | None
+    workspace_bytes: int
+
+
+def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
+    """uids: in the order of the pointers; what FE left out of its graph is not among them."""
+    order = {uid: i for i, uid in enumerate(uids)}
+    buffers: list[tuple[int, int]] = []
+    offsets: list[tuple[int, torch.Tensor]] = []
+    in_scratch: list[tuple[int, int]] = []
+    host_scale: tuple[int, int] | None = None
+    stats_start: int | None = None
+    size = _aligned(max(cudnn_bytes, 1))
+    for uid, operand, slot in recipe:
+        place = order.get(uid)
+        if place is None:
+            continue
+        if operand.every is not None:
+            offsets.append((place, _offsets(operand, recipe.device.index)))
+        elif operand.port == "attn_scale" and operand.is_host:
+            host_scale = (place, slot)
+        elif operand.spare_bytes:
+            in_scratch.append((place, size))
+            size += _aligned(operand.spare_bytes)
+        elif operand.port == "stats" and recipe.copies_stats:
+            stats_start = size
+            in_scratch.append((place, size))
+            size += _aligned(recipe.stats_bytes)
+        else:
+            buffers.append((place, slot))
+    return Places(tuple(buffers), tuple(offsets), host_scale, tuple(in_scratch), stats_start, size)
+
+
+def _offsets(operand: Operand, index: int) -> torch.Tensor:
+    dtype = getattr(torch, operand.dtype.torch_name)
+    counted = [i * (operand.every or 0) for i in range(operand.dim[0])]
+    # A copy from pageable memory has arrived when it returns: any stream may read it.
+    return torch.tensor(counted, dtype=dtype).to(f"cuda:{index}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
