@@ -67,7 +67,9 @@ class ScoreTrace:
         hints = ("name", "compute_data_type")
         given = [*args, *(v for k, v in kwargs.items() if k not in hints)]
         if len(given) != count:
-            raise GraphError(f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}")
+            raise GraphError(
+                f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}"
+            )
         return self._add(ir.Instruction(op, tuple(self._operand(op, a) for a in given)))
 
     def _add(self, instruction: ir.Instruction) -> Score:

@@ -134,7 +134,9 @@ class Tensor:
     def set_ragged_offset(self, offset: Tensor | None) -> Tensor:
         """offset: [b + 1, 1, 1, 1] int32 or int64, the first element of each sequence."""
         self._change()
-        self.spec.ragged_offset = None if offset is None else self.graph.own(offset, "ragged_offset")
+        self.spec.ragged_offset = (
+            None if offset is None else self.graph.own(offset, "ragged_offset")
+        )
         return self
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -51,9 +51,11 @@ class Graph:
         workspace_alloc: bool = True,
         **pygraph_kwargs: Any,
     ) -> None:
-        self._handle = create_handle() if handle == "auto" else handle
-        if isinstance(self._handle, str):
-            raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+        if isinstance(handle, str):
+            if handle != "auto":
+                raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+            handle = create_handle()
+        self._handle = handle
         self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
         self._heuristics = list(heuristics or HEURISTICS)
         self._workspace_alloc = workspace_alloc
@@ -106,7 +108,11 @@ class Graph:
     def _resolve(self, given: Any) -> str:
         """A canonical name, a tensor, its own name or its uid -> the name in the graph."""
         for name, tensor in self._named().items():
-            if given is tensor or given == name or (tensor.get_uid() >= 0 and given == tensor.get_uid()):
+            if (
+                given is tensor
+                or given == name
+                or (tensor.get_uid() >= 0 and given == tensor.get_uid())
+            ):
                 return name
         for node in self._graph.recorder.nodes:
             ports = {**node.inputs, **node.outputs}
@@ -114,7 +120,9 @@ class Graph:
                 if given == f"{node.name}::{port}":
                     return self._graph.recorder.names()[tensor]
         known = [
-            f"{n.name}::{p} ({op_name(n.attrs)})" for n in self._graph.recorder.nodes for p in n.inputs
+            f"{n.name}::{p} ({op_name(n.attrs)})"
+            for n in self._graph.recorder.nodes
+            for p in n.inputs
         ]
         raise GraphError(f"Graph: {given!r} names no tensor; there are {', '.join(known)}")
 
@@ -126,7 +134,9 @@ class Graph:
             return self._call_with_dict(args[0], handle, workspace)  # pyright: ignore
         inputs, outputs = self._order
         if len(args) != len(inputs):
-            raise GraphError(f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}")
+            raise GraphError(
+                f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}"
+            )
         pack = dict(zip(inputs, args, strict=True))
         results = {name: self._allocate(name, args) for name in outputs}
         self._run({**pack, **results}, handle, workspace)
@@ -166,7 +176,7 @@ def graph(
     intermediate: Any = data_type.FLOAT,
     compute: Any = data_type.FLOAT,
     **pygraph_kwargs: Any,
-) -> Iterator[tuple[pygraph, list[Any]]]:
+) -> Generator[tuple[pygraph, list[Any]]]:
     """FE's ``with cudnn.graph(handle) as (g, _):``; building is left to jit or the caller."""
     yield (
         pygraph(
@@ -187,8 +197,9 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R:
-            result: Any = function(*args, **kwargs)
-            made: Any = result[0] if isinstance(result, tuple) else result
+            result = function(*args, **kwargs)
+            found = cast(Any, result)
+            made = found[0] if type(found) is tuple else found
             if not isinstance(made, pygraph):
                 raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
             made.build(list(heur_modes))

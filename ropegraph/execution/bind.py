@@ -27,7 +27,9 @@ class Binder:
         self.plan = plan
         self.values = graph.values
         self.required = [(name, plan.slots[name]) for name in (*graph.inputs, *graph.outputs)]
-        self.dtypes = {n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required}
+        self.dtypes = {
+            n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required
+        }
         self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
         self._checked: list[Any] = []
         self._reshaped: list[tuple[int, Value]] = []
@@ -47,7 +49,13 @@ class Binder:
             if type(buffer) is not Tensor:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
-            signature += (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
+            signature += (
+                buffer.data_ptr(),
+                buffer.shape,
+                buffer.stride(),
+                buffer.dtype,
+                buffer.device,
+            )
         if signature != self._checked:
             self._reshaped = self._check(env)
             self._checked = signature
@@ -107,7 +115,9 @@ class Binder:
                 f"{value.name!r} is bound to a buffer on {buffer.device}, but must be on {where}"
             )
         if buffer.layout is not torch.strided:
-            raise GraphError(f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one")
+            raise GraphError(
+                f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one"
+            )
 
     def _check_shape(self, value: Value, buffer: Tensor) -> bool:
         """Raise if shape or strides differ; True if the shapes differ in size-1 dims only."""

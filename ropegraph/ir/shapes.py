@@ -133,9 +133,9 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
                 f"{where}: h_q={h_q} is not a multiple of the {h} heads of {port} "
                 f"{list(dims[port])}; query heads share key heads in equal groups"
             )
-    paged = isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None
-    if paged:
-        s_kv = attrs.max_seq_len_kv or 0
+    longest = attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None
+    if longest is not None:
+        s_kv = longest
         for port, pages in (("k", k), ("v", v)):
             table = dims[f"paged_attention_{port}_table"]
             if len(table) != 4 or table[0] != b or table[1] != 1 or table[3] != 1:
@@ -170,7 +170,9 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         _exact(where, "sink_token", dims["sink_token"], (1, h_q, 1, 1))
     for port in ("attn_scale", "seed", "offset"):
         if port in dims and any(x != 1 for x in dims[port]):
-            raise GraphError(f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]")
+            raise GraphError(
+                f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]"
+            )
     return (b, h_q, s_q, d_v)
 
 

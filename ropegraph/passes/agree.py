@@ -6,6 +6,7 @@ already folded. Anything else disagrees, and disagreeing by a factor is the faul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -103,10 +104,13 @@ def _equal(adjoint: Node[Any], source: Any, factor: float) -> bool:
     return same and close(adjoint.attrs.output_scale, source.output_scale * factor)
 
 
-def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: dict[str, Any]) -> str:
+def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[Stage, Any]) -> str:
     def line(attn_scale: Any, log2: bool, q_factor: float, k_factor: float) -> str:
         text = f"attn_scale={attn_scale}, softmax_input_is_log2={log2}"
-        for port, source, factor in (("dQ", entry.q_source, q_factor), ("dK", entry.k_source, k_factor)):
+        for port, source, factor in (
+            ("dQ", entry.q_source, q_factor),
+            ("dK", entry.k_source, k_factor),
+        ):
             if isinstance(source, Rotation):
                 expected = replace(source, output_scale=source.output_scale * factor)
                 text += f", rope_backward({port}) output_scale={expected.output_scale:.12g}"

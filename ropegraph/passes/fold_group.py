@@ -63,7 +63,9 @@ class Group:
         return tuple(edited.values())
 
 
-def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
+def members(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...]
+) -> tuple[list[Any], dict[str, Any]]:
     """The attention nodes connected to ``root`` through values on ``sides``, and those values."""
     nodes: dict[str, Node[Any]] = {root.name: root}
     values: dict[str, dict[str, None]] = {side: {} for side in sides}
@@ -81,7 +83,9 @@ def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list
     return sorted(nodes.values(), key=lambda n: order[n.name]), values
 
 
-def find_group(graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool) -> Group | Decline:
+def find_group(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool
+) -> Group | Decline:
     """The group around ``root``, or why its values cannot carry a scale.
 
     auto: a value the user sees must not change.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ropegraph.ir.contract import Fold, FoldContract, FoldEntry
 from ropegraph.ir.graph import Graph, Node
@@ -54,9 +54,9 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
     entries: dict[str, FoldEntry] = {}
     for node in before.nodes:
         if isinstance(node.attrs, Sdpa):
-            folded = after.node(node.name)
-            log2 = folded.attrs.softmax_input_is_log2 and not node.attrs.softmax_input_is_log2
-            moved = folded.attrs.attn_scale != node.attrs.attn_scale
+            now = cast(Sdpa, after.node(node.name).attrs)
+            log2 = now.softmax_input_is_log2 and not node.attrs.softmax_input_is_log2
+            moved = now.attn_scale != node.attrs.attn_scale
             fold: Fold = "off"
             if log2 or moved:
                 fold = "symmetric" if before.fold == "symmetric" else "q"
