@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -13,7 +14,9 @@ from ropegraph.lowering.engine import Step
 
 def read_starts(offsets: Tensor, value: Value) -> list[int]:
     """The [b + 1] element offsets as host numbers.  Raises PositionError if they decrease."""
-    starts = [int(x) * value.ragged_multiplier for x in offsets.reshape(-1).tolist()]
+    starts = [
+        int(x) * value.ragged_multiplier for x in cast("list[int]", offsets.reshape(-1).tolist())
+    ]
     if starts and starts[0] < 0:
         raise PositionError(
             f"{value.ragged_offset!r}: the first offset of {value.name!r} is {starts[0]}; "
