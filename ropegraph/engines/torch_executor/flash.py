@@ -8,6 +8,8 @@ f16 and bf16 are widened first: it would round the weights, and in the backward 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ropegraph.engines.torch_executor.band import Band
@@ -18,19 +20,20 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def fits(shape: Shape, d_qk: int, d_v: int, band: Band) -> bool:
-    """True if torch's kernel can serve tensors of these sizes under this band."""
-    sizes = (shape.b, shape.h_q, shape.h_k, shape.h_v, shape.s_q, shape.s_kv, d_qk, d_v)
-    return 0 not in sizes and d_qk == d_v and shape.h_k == shape.h_v and is_causal(band) is not None
+def fits(shape: Shape) -> bool:
+    """True if torch's kernel can serve these sizes: it divides by some of them."""
+    sizes = (shape.b, shape.h_q, shape.h_k, shape.h_v, shape.s_q, shape.s_kv)
+    return 0 not in sizes and shape.h_k == shape.h_v
 
 
 def is_causal(band: Band) -> bool | None:
-    """The flag that gives this band; None if there is none."""
+    """The flag that gives this band; None if neither does."""
     if band.is_open:
         return False
     return True if band == Band(None, 0) else None
 
 
+@lru_cache(maxsize=64)
 def takes_scale(scale: float, causal: bool, dtype: torch.dtype) -> bool:
     """False where the kernel would multiply the -inf of a struck-out slot by 0 or less."""
     # The kernel holds the scale in the compute dtype: 1e-50 is 0 there.
