@@ -11,7 +11,7 @@ from ropegraph.cli.demo import command as demo
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command line; each command's module adds its own options and sets ``run``."""
+    """The command line: each command's module adds its own options and sets ``run``."""
     whole = argparse.ArgumentParser(
         prog="python -m ropegraph",
         description="Graphs for rotary attention: record, fold, lower, execute, differentiate.",
