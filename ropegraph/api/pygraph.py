@@ -240,7 +240,8 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         """The compiled plan for a device: a graph built for a GPU also runs on CPU buffers."""
         if device not in self._runnables:
             self.build_operation_graph()
-            assert self._lowered is not None and self._ir is not None
+            assert self._lowered is not None
+            assert self._ir is not None
             where, lowered = device_of(device), self._lowered
             if where != lowered.plan.device:
                 lowered = lower(self._ir, where, self._engines)
@@ -384,12 +385,12 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def settings(self) -> dict[str, Any]:
         """The settings another graph of the same kind is made with."""
         recorder = self.recorder
-        return dict(
-            io_data_type=recorder.io,
-            compute_data_type=recorder.compute,
-            handle=self._handle,
-            engines=self._engines,
-        )
+        return {
+            "io_data_type": recorder.io,
+            "compute_data_type": recorder.compute,
+            "handle": self._handle,
+            "engines": self._engines,
+        }
 
     # Storage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,13 +75,13 @@ class Recorder:
                     f"tensor_like({template!r:.60}): use a torch tensor, a graph tensor or an "
                     "object with __dlpack__"
                 )
-            template = torch.from_dlpack(template)  # pyright: ignore
+            template = cast(torch.Tensor, torch.from_dlpack(template))
         tensor = self.add_tensor(template.shape, name)
         tensor.set_stride(template.stride()).set_data_type(template.dtype)
         return tensor
 
     def adopt(self, given: Any, where: str) -> Tensor:
-        """The handle for an argument: the caller's own, or a new one bound to a framework tensor."""
+        """The handle for an argument: the caller's own, or one bound to a framework tensor."""
         if isinstance(given, Tensor):
             if given.graph is not self.graph:
                 raise GraphError(f"{where}: tensor {given.get_name()!r} belongs to another graph")

@@ -20,7 +20,7 @@ class RopeOps:
 
     def rope(
         self,
-        input: Any,
+        input: Any,  # noqa: A002 - FE's name
         freqs: Any = None,
         output_scale: float = 1.0,
         rope_dim: int = 0,
@@ -61,7 +61,7 @@ class RopeOps:
 
     def rope_backward(
         self,
-        dY: Any,  # noqa: N803 - FE's name
+        dY: Any,
         freqs: Any = None,
         output_scale: float = 1.0,
         rope_dim: int = 0,
@@ -101,8 +101,14 @@ class RopeOps:
         made = self.recorder.record(attrs, name, {port: data, "freqs": table}, (out_port,))
         return shaped_like(made[out_port], data)
 
-    def scale(self, input: Any, scale: float, name: str = "", **fe_arguments: Any) -> Tensor:
-        """input times a host number; folds into a rotation before or after it where that is exact."""
+    def scale(
+        self,
+        input: Any,  # noqa: A002 - FE's name
+        scale: float,
+        name: str = "",
+        **fe_arguments: Any,
+    ) -> Tensor:
+        """The input times a host number; a rotation before or after it takes the factor over."""
         refuse_unknown(f"scale {name!r}", fe_arguments, {"compute_data_type": None})
         factor = as_number(scale, f"scale {name!r}: scale")
         data = self.recorder.adopt(input, f"scale {name!r}: input")
@@ -114,6 +120,7 @@ class RopeOps:
         numbers = [x for x in (a, b) if isinstance(x, (int, float))]
         if len(numbers) != 1:
             raise GraphError(
-                f"mul {name!r}: a={a!r:.40}, b={b!r:.40}; one must be a tensor and one a host number"
+                f"mul {name!r}: a={a!r:.40}, b={b!r:.40}; "
+                "one must be a tensor and one a host number"
             )
         return self.scale(b if a is numbers[0] else a, numbers[0], name, **fe_arguments)

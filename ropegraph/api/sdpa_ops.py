@@ -93,12 +93,12 @@ class SdpaOps:
         k: Any,
         v: Any,
         o: Any,
-        dO: Any,  # noqa: N803 - FE's name
+        dO: Any,
         stats: Any,
         attn_scale: Any = None,
         *,
         bias: Any = None,
-        dBias: Tensor | None = None,  # noqa: N803
+        dBias: Tensor | None = None,
         use_alibi_mask: bool = False,
         use_padding_mask: bool = False,
         seq_len_q: Any = None,
@@ -112,7 +112,7 @@ class SdpaOps:
         dropout: Any = None,
         use_deterministic_algorithm: bool = False,
         sink_token: Any = None,
-        dSink_token: Tensor | None = None,  # noqa: N803
+        dSink_token: Tensor | None = None,
         score_mod: Any = None,
         score_mod_bprop: Any = None,
         softcap: float | None = None,

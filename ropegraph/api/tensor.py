@@ -103,7 +103,7 @@ class Tensor:
         return self
 
     def set_uid(self, uid: int) -> Tensor:
-        """Number the tensor; a written one becomes real by it. -1 unsets. Duplicates are refused."""
+        """Number the tensor; a written one becomes real by it. -1 unsets, duplicates raise."""
         self._change()
         self.spec.uid = self.graph.claim_uid(self, uid)
         return self

@@ -1,5 +1,7 @@
-"""Graph, the context manager that builds on exit and is then called like a function; and FE's
-helpers graph, jit and graph_cache."""
+"""Graph, the context manager that builds on exit and is then called like a function.
+
+FE's helpers graph, jit and graph_cache stand beside it.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +132,8 @@ class Graph:
         """Run on positional tensors in the order of ``inputs``, or on one dict."""
         if not self._built:
             raise GraphError("Graph: called before its with block ended")
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            return self._call_with_dict(args[0], handle, workspace)  # pyright: ignore
+        if len(args) == 1 and isinstance(args[0], dict):
+            return self._call_with_dict(cast("dict[Any, Any]", args[0]), handle, workspace)
         inputs, outputs = self._order
         if len(args) != len(inputs):
             raise GraphError(
@@ -143,7 +145,7 @@ class Graph:
         made = tuple(results.values())
         return made[0] if len(made) == 1 else made
 
-    def _call_with_dict(self, given: Any, handle: Handle | None, workspace: Any) -> Any:
+    def _call_with_dict(self, given: dict[Any, Any], handle: Handle | None, workspace: Any) -> Any:
         pack = {self._resolve(key): buffer for key, buffer in given.items()}
         for name in self._graph.lowered.recorded.visible:
             if name not in pack:
@@ -199,7 +201,7 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
         def wrapper(*args: Any, **kwargs: Any) -> R:
             result = function(*args, **kwargs)
             found = cast(Any, result)
-            made = found[0] if type(found) is tuple else found
+            made: Any = found[0] if type(found) is tuple else found
             if not isinstance(made, pygraph):
                 raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
             made.build(list(heur_modes))
@@ -213,7 +215,7 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
 def graph_cache(
     key_fn: Callable[..., Any], maxsize: int = 256
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep what the decorated function returned, by key_fn(*args, **kwargs); the oldest unused goes.
+    """Keep what the decorated function returned, by key_fn(*args, **kwargs); least used goes.
 
     Thread-safe: one key is made once.
     """

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
-from ropegraph.ir.ops import Op, RopePair
+from ropegraph.ir.ops import Op
 
 if TYPE_CHECKING:
     from ropegraph.ir.contract import FoldContract
 
+T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
 
 
@@ -63,7 +64,7 @@ class Node(Generic[A]):
     outputs: Mapping[str, str]
 
     def with_attrs(self, **changes: object) -> Node[A]:
-        return replace(self, attrs=replace(self.attrs, **changes))  # pyright: ignore
+        return replace(self, attrs=replace(self.attrs, **cast(Any, changes)))
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
     return tuple(ordered)
 
 
-def merged_ports(attrs: RopePair, ports: Mapping[str, str], part: int) -> dict[str, str]:
+def merged_ports(ports: Mapping[str, T], part: int) -> dict[str, T]:
     """The ports of one part of a RopePair, under the names of the single op."""
     suffix = str(part)
     return {p[: -len(suffix)]: v for p, v in ports.items() if p.endswith(suffix)}

@@ -25,8 +25,7 @@ def to_mermaid(graph: Graph, before: Graph | None = None) -> str:
     """
     ids = {name: f"t{i}" for i, name in enumerate(graph.values)}
     lines = ["flowchart LR"]
-    for name in graph.inputs:
-        lines.append(f"    {ids[name]}[{_tensor(graph, name)}]:::user")
+    lines += [f"    {ids[name]}[{_tensor(graph, name)}]:::user" for name in graph.inputs]
     for i, node in enumerate(graph.nodes):
         changed = before is not None and _differs(node, before)
         lines.append(f"    n{i}[{_node(node)}]:::{'scaled' if changed else 'op'}")
@@ -49,7 +48,7 @@ def to_mermaid(graph: Graph, before: Graph | None = None) -> str:
 
 def _tensor(graph: Graph, name: str) -> str:
     value = graph.values[name]
-    dims = " × ".join(map(str, value.dim))
+    dims = " x ".join(map(str, value.dim))
     return f'"{_safe(name)}<br/>{short(value.dtype)} {dims}"'
 
 

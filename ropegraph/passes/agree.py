@@ -116,7 +116,8 @@ def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[St
                 text += f", rope_backward({port}) output_scale={expected.output_scale:.12g}"
         return text
 
-    given = f"attn_scale={node.attrs.attn_scale}, softmax_input_is_log2={node.attrs.softmax_input_is_log2}"
+    log2 = node.attrs.softmax_input_is_log2
+    given = f"attn_scale={node.attrs.attn_scale}, softmax_input_is_log2={log2}"
     for port in ("dQ", "dK"):
         for adjoint in _adjoints(graph, node, port):
             given += f", {adjoint.name!r} ({port}) scale={output_scale(adjoint):.12g}"

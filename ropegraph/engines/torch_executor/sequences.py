@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import cast
 
 from torch import Tensor
@@ -22,7 +23,7 @@ def read_starts(offsets: Tensor, value: Value) -> list[int]:
             f"{value.ragged_offset!r}: the first offset of {value.name!r} is {starts[0]}; "
             "offsets count elements from the start of the buffer"
         )
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(starts)):
         if end < start:
             raise PositionError(
                 f"{value.ragged_offset!r}: offsets of {value.name!r} decrease at sequence {i}, "
@@ -35,8 +36,7 @@ def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
     """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
     s, stride_s = value.dim[2], value.stride[2]
     return [
-        min(s, (end - start) // max(stride_s, 1))
-        for start, end in zip(starts, starts[1:], strict=False)
+        min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)
     ]
 
 
