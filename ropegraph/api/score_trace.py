@@ -10,6 +10,7 @@ from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir import score_mod as ir
 
+
 class Score:
     """A value inside a score_mod callback: shaped like the scores, [b, h_q, s_q, s_kv]."""
 

@@ -64,7 +64,9 @@ class Rule:
                     applied.append(Decision(self.name, node.name, applied=True, text=answer.note))
                     break
                 if isinstance(answer, Decline):
-                    declined.append(Decision(self.name, node.name, applied=False, text=answer.reason))
+                    declined.append(
+                        Decision(self.name, node.name, applied=False, text=answer.reason)
+                    )
             else:
                 done = {d.node for d in applied}
                 return graph, (*applied, *(d for d in declined if d.node not in done))

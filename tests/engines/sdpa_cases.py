@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.ir.graph import Node, Value
-from ropegraph.ir.ops import Sdpa, SdpaBackward
 from ropegraph.lowering.engine import Step
 
 INF = float("inf")

@@ -109,9 +109,7 @@ def test_a_hand_made_backward_follows_the_contract(fold, log2, is_folded):
     for name in ("q_rot", "k_rot"):
         g.find_tensor(name).set_saved(True)
     results = execute(g, given)
-    q, k, attn_scale, is_log2 = (
-        table_row(fold, log2, 0.3) if is_folded else (1.0, 1.0, 0.3, False)
-    )
+    q, k, attn_scale, is_log2 = table_row(fold, log2, 0.3) if is_folded else (1.0, 1.0, 0.3, False)
     backward = ropegraph.pygraph(io_data_type=case.dtype, fold_contract=g.fold_contract)
     names = ("q_rot", "k_rot", "v", "o", "do", "stats", "freqs", "bias", "sink", "len_q", "len_kv")
     t = {n: backward.tensor_like(x, name=n) for n, x in (given | results).items() if n in names}

@@ -16,7 +16,6 @@ from ropegraph.engines.torch_executor.band import NEG_INF, Band
 from ropegraph.engines.torch_executor.problem import Tile, by_head
 from ropegraph.engines.torch_executor.score_program import ScoreMod
 
-
 Pull = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -35,9 +35,7 @@ def read_starts(offsets: Tensor, value: Value) -> list[int]:
 def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
     """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
     s, stride_s = value.dim[2], value.stride[2]
-    return [
-        min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)
-    ]
+    return [min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)]
 
 
 def views(
