@@ -90,8 +90,7 @@ def gradient_gap(run: Run, other: Run) -> float:
     if run.gradients.keys() != other.gradients.keys():
         return float("nan")
     gaps = [
-        _norm(run.gradients[name] - right) / _norm(right)
-        for name, right in other.gradients.items()
+        _norm(run.gradients[name] - right) / _norm(right) for name, right in other.gradients.items()
     ]
     return max_or_nan(gaps)
 
