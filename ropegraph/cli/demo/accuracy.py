@@ -79,8 +79,8 @@ def by_torch(inputs: Inputs) -> Results:
 
 
 def _rotate_tail(x: Tensor, half_angles: Tensor) -> Tensor:
-    half = half_angles.shape[-1]
-    rest, first, second = x.to(half_angles.dtype).split((x.shape[-1] - 2 * half, half, half), -1)
+    half, wide = half_angles.shape[-1], x.to(half_angles.dtype)
+    rest, first, second = wide[..., : -2 * half], wide[..., -2 * half : -half], wide[..., -half:]
     cos, sin = half_angles.cos(), half_angles.sin()
     turned = (rest, first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
@@ -110,8 +110,8 @@ class Accuracy:
     shares: dict[str, float]
 
 
-def measure(sizes: Sizes, ran: Callable[[], None]) -> Accuracy:
-    """Measure all settings in all dtypes; ``ran`` is called after each."""
+def measure(sizes: Sizes, after_each: Callable[[], None]) -> Accuracy:
+    """Measure all settings in all dtypes; ``after_each`` is called after each."""
     columns: dict[str, dict[str, dict[str, float]]] = {}
     shares: dict[str, float] = {}
     for label, dtype in DTYPES.items():
@@ -127,7 +127,7 @@ def measure(sizes: Sizes, ran: Callable[[], None]) -> Accuracy:
             # A NaN must win here, and max() alone would drop it.
             worst = max(parts, key=lambda part: (part != part, part))
             shares[label] = max(shares[label], worst, key=lambda part: (part != part, part))
-            ran()
+            after_each()
         column["allowed"] = allowed
     return Accuracy(_table(columns), shares)
 

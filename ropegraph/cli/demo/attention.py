@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ def graph_attention(shape: Shape, setting: Setting) -> Attention:
         if key not in built:
             sizes = Sizes(b, h_q, k.shape[1], s, d, shape.rotated)
             built[key] = RotaryAttention(sizes, setting, shape.angles(), q.dtype, strides)
-        return _Attend.apply(q, k, v, built[key])  # pyright: ignore[reportUnknownMemberType]
+        return cast(Tensor, _Attend.apply(q, k, v, built[key]))
 
     return attention
 

@@ -109,7 +109,7 @@ class RotaryAttention:
         return dq, dk, dv
 
 
-def _buffer(tensor: rg.Tensor) -> Tensor:
+def _buffer(tensor: rg.tensor) -> Tensor:
     """Memory for a tensor of a graph."""
     dtype = getattr(torch, tensor.get_data_type().torch_name)
     return torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype)
