@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ropegraph.cli.bench import command as bench
 from ropegraph.cli.demo import command as demo
 
 
@@ -19,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_to(commands)
+    bench.add_to(commands)
     return whole
 
 
