@@ -244,7 +244,7 @@ class _Derivation:
         if tensor not in self.copies:
             copy = self.backward.tensor_like(tensor, name=self._name(tensor))
             copy.set_is_pass_by_value(tensor.get_is_pass_by_value())
-            copy.spec.bound = tensor.spec.bound
+            copy.spec.bound, copy.spec.constant = tensor.spec.bound, tensor.spec.constant
             self.copies[tensor] = copy
             self._share_offset(copy, tensor)
         return self.copies[tensor]

@@ -184,9 +184,12 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if self._ir is None:
             if not self.recorder.nodes:
                 raise GraphError(f"graph {self.name!r} has no operation")
-            self._ir = self.recorder.freeze(self._fold, self._fold_log2, self._contract)
+            self._ir = self._freeze()
             self.recorder.closed_by = "validate()"
             self._index()
+
+    def _freeze(self) -> IrGraph:
+        return self.recorder.freeze(self._fold, self._fold_log2, self._contract, tuple(self.saved))
 
     def _index(self) -> None:
         """Every key a variant pack may use: handles, unambiguous names, uids."""
@@ -354,7 +357,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         return to_mermaid(self.plan.graph, before=self._ir)
 
     def __str__(self) -> str:
-        return str(self._ir or self.recorder.freeze(self._fold, self._fold_log2, self._contract))
+        return str(self._ir or self._freeze())
 
     def backward_graph(self, outputs: list[Any], inputs: list[Any]) -> pygraph:
         """The graph of the gradients of ``inputs``, given those of ``outputs``.
@@ -406,7 +409,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             raise GraphError(f"graph {self.name!r}: deserialize needs a new, empty graph")
         graph = serialize.loads(data)
         self.name, self._fold, self._fold_log2 = graph.name, graph.fold, graph.fold_log2
-        self._contract = graph.contract
+        self._contract, self.saved = graph.contract, list(graph.imported)
         self.recorder.load(graph)
         self.validate()
         return self

@@ -57,7 +57,7 @@ class Recorder:
         """A host scalar that carries its own value."""
         tensor = self.add_tensor([1, 1, 1, 1])
         tensor.set_data_type(DType.INT64).set_is_pass_by_value(True)
-        tensor.spec.bound = number
+        tensor.spec.constant = number
         return tensor
 
     def add_like(self, template: Any, name: str = "") -> Tensor:
@@ -172,7 +172,13 @@ class Recorder:
             found[tensor] = name
         return found
 
-    def freeze(self, fold: str, fold_log2: bool, contract: FoldContract | None) -> Graph:
+    def freeze(
+        self,
+        fold: str = "auto",
+        fold_log2: bool = False,
+        contract: FoldContract | None = None,
+        imported: tuple[str, ...] = (),
+    ) -> Graph:
         """The graph as a value: names, data types and strides settled, shapes checked again."""
         names = self.names()
         self._settle_dtypes()
@@ -187,6 +193,7 @@ class Recorder:
             nodes,
             visible=frozenset(names[t] for t in written if t.is_real),
             saved=frozenset(names[t] for t in written if t.spec.is_saved and not t.is_real),
+            imported=imported,
             fold=fold,
             fold_log2=fold_log2,
             contract=contract,
@@ -200,6 +207,7 @@ class Recorder:
             tensor.spec.stride, tensor.spec.dtype = value.stride, value.dtype
             tensor.spec.uid, tensor.spec.pass_by_value = value.uid, value.is_host
             tensor.spec.ragged_multiplier = value.ragged_multiplier
+            tensor.spec.constant = value.constant
             tensor.spec.is_output = value.name in frozen.visible
             tensor.spec.is_saved = value.name in frozen.saved
             handles[value.name] = tensor
@@ -287,6 +295,7 @@ def _freeze_tensor(tensor: Tensor, names: Mapping[Tensor, str]) -> Value:
         ragged_offset=None if offset is None else names[offset],
         ragged_multiplier=tensor.get_ragged_offset_multiplier(),
         is_host=tensor.get_is_pass_by_value(),
+        constant=tensor.spec.constant,
     )
 
 

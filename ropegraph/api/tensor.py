@@ -41,7 +41,8 @@ def packed_like(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...
 class Spec:
     """What is declared about a tensor so far; the package reads it, callers use the setters.
 
-    producer: the node that writes it.  bound: the framework tensor it was made from, if any.
+    producer: the node that writes it.  constant: the number a host scalar carries.
+    bound: the framework tensor it was made from, if any.
     """
 
     dim: tuple[int, ...]
@@ -56,6 +57,7 @@ class Spec:
     ragged_multiplier: int = 1
     alignment: int = 1
     producer: str | None = None
+    constant: int | None = None
     bound: Any = None
 
 

@@ -147,6 +147,13 @@ class Graph:
 
     def _call_with_dict(self, given: dict[Any, Any], handle: Handle | None, workspace: Any) -> Any:
         pack = {self._resolve(key): buffer for key, buffer in given.items()}
+        values = self._graph.lowered.recorded.values
+        if missing := [
+            n
+            for n in self._graph.lowered.recorded.inputs
+            if n not in pack and values[n].constant is None
+        ]:
+            raise GraphError(f"Graph: no buffer is given for the inputs {missing}")
         for name in self._graph.lowered.recorded.visible:
             if name not in pack:
                 pack[name] = given[name] = self._allocate(name, list(pack.values()))

@@ -31,8 +31,13 @@ class Binder:
             n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required
         }
         self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
-        self._checked: list[Any] = []
-        self._reshaped: list[tuple[int, Value]] = []
+        self.constants = {
+            name: torch.full(value.dim, value.constant, dtype=self.dtypes[name])
+            for name, value in graph.values.items()
+            if value.constant is not None
+        }
+        # One attribute, replaced as a whole: threads may see an old pair, never half of one.
+        self._checked: tuple[list[Any], list[tuple[int, Value]]] = [], []
 
     def bind(self, buffers: Mapping[str, Any], env: list[Any]) -> None:
         """Put the buffers of all inputs and outputs into ``env``.
@@ -45,7 +50,9 @@ class Binder:
             try:
                 buffer = buffers[name]
             except KeyError:
-                raise self._missing(name) from None
+                if name not in self.constants:
+                    raise self._missing(name) from None
+                buffer = self.constants[name]
             if type(buffer) is not Tensor:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
@@ -56,10 +63,11 @@ class Binder:
                 buffer.dtype,
                 buffer.device,
             )
-        if signature != self._checked:
-            self._reshaped = self._check(env)
-            self._checked = signature
-        for slot, value in self._reshaped:
+        checked, reshaped = self._checked
+        if signature != checked:
+            reshaped = self._check(env)
+            self._checked = signature, reshaped
+        for slot, value in reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:

@@ -61,9 +61,11 @@ class FoldEntry:
 
 @dataclass(frozen=True)
 class FoldContract:
-    """The entries of a forward graph, by the name of the sdpa node."""
+    """The entries of a forward graph by the name of the sdpa node, and its fold settings."""
 
     entries: Mapping[str, FoldEntry]
+    fold: Fold = "auto"
+    fold_log2: bool = False
 
     def entry_for(self, node: str) -> FoldEntry:
         """The entry of the forward node that backward node ``node`` belongs to.

@@ -27,7 +27,8 @@ class Value:
 
     dim, stride: stride in elements.  ragged_offset: the value holding [b + 1] element offsets
     (times ragged_multiplier) of the sequences; None for a dense tensor.
-    is_host: a CPU scalar read at execute (pass by value).  uid: the user's, else None.
+    is_host: a CPU scalar read at execute (pass by value).  constant: its value, if the graph
+    carries it.  uid: the user's, else None.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Value:
     ragged_offset: str | None = None
     ragged_multiplier: int = 1
     is_host: bool = False
+    constant: int | None = None
 
     @property
     def numel(self) -> int:
@@ -73,6 +75,7 @@ class Graph:
 
     visible: values the caller binds (set_output or set_uid).  saved: exported for the backward
     graph alone, in whatever form the passes leave them.
+    imported: inputs of a backward graph that its forward saved.
     fold: off, q, symmetric or auto.  contract: what a backward graph must agree with.
     """
 
@@ -81,6 +84,7 @@ class Graph:
     nodes: tuple[Node[Op], ...]
     visible: frozenset[str] = frozenset()
     saved: frozenset[str] = frozenset()
+    imported: tuple[str, ...] = ()
     fold: str = "auto"
     fold_log2: bool = False
     contract: FoldContract | None = None

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any, Literal
 
 from ropegraph.errors import FoldContractError
-from ropegraph.ir.contract import INV_LN2, FoldEntry, close, fold_factors
+from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Attention, Rotation, SdpaBackward
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
@@ -33,8 +33,19 @@ def agreement(graph: Graph, node: Node[Any]) -> tuple[FoldEntry, Stage] | None:
     if graph.contract is None or not isinstance(node.attrs, SdpaBackward):
         return None
     entry = graph.contract.entry_for(node.name)
+    _compare_settings(graph, graph.contract, node)
     _compare_attention(node, entry)
     return entry, _stage(graph, node, entry)
+
+
+def _compare_settings(graph: Graph, contract: FoldContract, node: Node[Any]) -> None:
+    """A backward graph may leave the fold to the contract, or ask for the same one."""
+    if graph.fold not in ("auto", contract.fold) or graph.fold_log2 > contract.fold_log2:
+        raise FoldContractError(
+            f"sdpa_backward {node.name!r}: fold={graph.fold!r}, fold_log2={graph.fold_log2} "
+            f"differs from the forward's fold={contract.fold!r}, fold_log2={contract.fold_log2}; "
+            "leave both out here, the contract decides"
+        )
 
 
 def _compare_attention(node: Node[Any], entry: FoldEntry) -> None:

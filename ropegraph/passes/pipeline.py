@@ -70,7 +70,7 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
                 ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
                 engine=engines.get(node.name, ""),
             )
-    return FoldContract(entries)
+    return FoldContract(entries, cast(Fold, before.fold), before.fold_log2)
 
 
 def _source(graph: Graph, value: str) -> Any:
