@@ -104,7 +104,9 @@ class Case:
         return (torch.arange(self.s_q) < lengths[:, None])[:, None, :, None]
 
 
-def forward(case: Case, inputs: dict[str, Tensor], layout: Layout | None = None) -> dict[str, Tensor]:
+def forward(
+    case: Case, inputs: dict[str, Tensor], layout: Layout | None = None
+) -> dict[str, Tensor]:
     """O and Stats of the torch executor, written over NaN."""
     outputs = {
         "O": poisoned((case.b, case.h_q, case.s_q, case.d_v), case.dtype, layout or case.layout),
@@ -119,9 +121,7 @@ def backward(
 ) -> dict[str, Tensor]:
     """Every gradient of the torch executor, written over NaN."""
     out = "gapped" if case.layout == "expanded" else case.layout
-    outputs = {
-        f"d{name.upper()}": poisoned(inputs[name].shape, case.dtype, out) for name in "qkv"
-    }
+    outputs = {f"d{name.upper()}": poisoned(inputs[name].shape, case.dtype, out) for name in "qkv"}
     if case.bias is not None:
         outputs["dBias"] = poisoned(case.bias, case.dtype)
     if case.sink:
@@ -140,7 +140,8 @@ def expected(
     bias = leaves.get("bias")
     added = torch.zeros(1, 1, 1, 1, dtype=F64) if bias is None else bias
     if case.attrs.get("alibi"):
-        added = added + oracle.alibi(case.h_q, case.s_q, case.s_kv)
+        slopes = oracle.alibi(case.h_q, case.s_q, case.s_kv)
+        added = added + slopes.reshape(1, case.h_q, case.s_q, case.s_kv)
     o, stats = oracle.attention(
         leaves["q"],
         leaves["k"],
