@@ -91,14 +91,12 @@ def _backward_group(job: Backward, group: Group, careful: bool) -> None:
 
 def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> None:
     d_q = None if job.d_q is None else job.d_q[tile.index]
-    d_o = job.d_o[tile.index].to(job.compute)
-    delta = (job.o[tile.index].to(job.compute) * d_o).sum(-1, keepdim=True)
+    # Contiguous, or the order of the sum (so its last bits) would follow the layout of d_o.
+    d_o = job.d_o[tile.index].to(job.compute).contiguous()
+    delta = (job.o[tile.index].to(job.compute).contiguous() * d_o).sum(-1, keepdim=True)
     # exp(logit - inf) is the zero weight of a row that sees nothing.
     lse = job.stats[tile.index].to(job.compute)
     lse = lse.masked_fill(lse == NEG_INF, INF)
-    if job.sink is not None and job.d_sink is not None:
-        share = (job.sink[tile.h, None, None] - lse).exp_()
-        job.d_sink[tile.h].sub_((share * delta).sum((0, 2, 3)))
     if tile.col0 == tile.col1:
         if d_q is not None:
             d_q.zero_()
@@ -111,6 +109,11 @@ def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> Non
     weights = logits.sub_(lse).exp_()
     if seen is not None:
         weights.masked_fill_(~seen, 0)
+        # o is 0 in a row that sees nothing, whatever d_o holds.
+        delta.masked_fill_(~seen.any(-1, keepdim=True), 0)
+    if job.sink is not None and job.d_sink is not None:
+        share = (job.sink[tile.h, None, None] - lse).exp_()
+        job.d_sink[tile.h].sub_((share * delta).sum((0, 2, 3)))
     d_out = by_head(d_o, n_v)
     d_scores = torch.bmm(d_out, v.transpose(1, 2)).view(tile.shape)
     kept = weights

@@ -74,6 +74,6 @@ class Dropout:
         key = (self.seed & LOW, ((self.seed >> 32) ^ (self.offset >> 32)) & LOW)
         threshold = round(self.p * 2**32)
         words = [word < threshold for word in philox(counter, key)]
-        mask = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)
+        mask = torch.stack(words, -1).flatten(-2)
         skip = tile.col0 - 4 * first
         return mask[..., skip : skip + tile.shape[3]]

@@ -13,7 +13,7 @@ import torch
 from ropegraph.dtypes import DType, wider
 from ropegraph.engines.torch_executor.band import band_of
 from ropegraph.engines.torch_executor.dropout import Dropout, Word
-from ropegraph.engines.torch_executor.flash import fits, is_causal
+from ropegraph.engines.torch_executor.flash import Flash, Scale, flash_for
 from ropegraph.engines.torch_executor.logits import Logits, alibi_slopes
 from ropegraph.engines.torch_executor.problem import Shape
 from ropegraph.engines.torch_executor.score_program import ScoreMod
@@ -41,16 +41,16 @@ def shape_of(step: Step) -> Shape:
     return Shape(q[0], q[1], k[1], v[1], q[2], s_kv)
 
 
-def scale_reader(step: Step) -> Callable[[Env], float | torch.Tensor]:
+def scale_reader(step: Step) -> Callable[[Env], Scale]:
     """The natural factor of q.k: attn_scale, times ln 2 where the softmax input is log2."""
     attrs = cast(Attention, step.node.attrs)
     unit = LN2 if attrs.softmax_input_is_log2 else 1.0
     if attrs.attn_scale is not None:
         fixed = attrs.attn_scale * unit
-        return lambda env: fixed
+        return lambda _: fixed
     slot = step.slot("attn_scale")
 
-    def read(env: Env) -> float | torch.Tensor:
+    def read(env: Env) -> Scale:
         given = env[slot]
         # On a device it stays there: reading it would wait for the stream.
         if isinstance(given, torch.Tensor) and not given.is_cpu:
@@ -70,7 +70,7 @@ class Part:
     s_kv: int
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor whose axes are [b, h, s_q, s_kv], or of length 1 where it repeats."""
+        """The part of a tensor with axes [b, h, s_q, s_kv], of length 1 where it repeats."""
         b = slice(self.b0, self.b1) if x.shape[0] > 1 else slice(None)
         rows = slice(self.s_q) if x.shape[2] > 1 else slice(None)
         columns = slice(self.s_kv) if x.shape[3] > 1 else slice(None)
@@ -89,25 +89,23 @@ class Operands:
         self.shape = shape_of(step)
         self.compute = compute_dtype(step)
         self.scale = scale_reader(step)
-        self.d_qk, self.d_v = step.value("q").dim[3], step.value("v").dim[3]
+        self._d_qk, self._d_v = step.value("q").dim[3], step.value("v").dim[3]
         self._bias = step.slot("bias")
         self._sink = step.slot("sink_token")
         self._seed, self._offset = step.slot("seed"), step.slot("offset")
         program = attrs.score_mod
         self._ports = {} if program is None else {p: step.slot(p) for p in program.ports}
 
-    def flash_causal(self, part: Part) -> bool | None:
-        """How torch's fused kernel would be called for this part; None if it cannot serve."""
+    def flash(self, part: Part) -> Flash | None:
+        """torch's fused kernel, if it can serve this part."""
         attrs = self.attrs
         extra = self._bias >= 0 or self._sink >= 0 or attrs.alibi or attrs.dropout_p is not None
-        same_width = self.d_qk == self.d_v > 0
-        if extra or attrs.score_mod is not None or not same_width:
+        if extra or attrs.score_mod is not None:
             return None
-        if not fits(part.shape(self.shape)):
-            return None
-        return is_causal(band_of(attrs, part.s_q, part.s_kv))
+        band = band_of(attrs, part.s_q, part.s_kv)
+        return flash_for(part.shape(self.shape), self._d_qk, self._d_v, band, self.compute)
 
-    def logits(self, env: Env, scale: float | torch.Tensor, part: Part, q: torch.Tensor) -> Logits:
+    def logits(self, env: Env, scale: Scale, part: Part, q: torch.Tensor) -> Logits:
         attrs, shape = self.attrs, self.shape
         score_mod = bias = slopes = None
         if attrs.score_mod is not None:

@@ -126,4 +126,5 @@ def _band_width(band: Band, shape: Shape) -> int:
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[b, h, rows, c] as [b * heads, h / heads * rows, c]: the q heads of a group as more rows."""
-    return x.reshape(x.shape[0] * heads, -1, x.shape[-1])
+    b, h, rows, c = x.shape
+    return x.reshape(b * heads, h // heads * rows, c)

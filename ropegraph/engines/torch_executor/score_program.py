@@ -73,16 +73,15 @@ class ScoreMod:
         self, scores: torch.Tensor, tile: Tile
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """As ``apply``, and the map from a gradient of the result to one of ``scores``."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(mode=False), torch.enable_grad():
             source = _plain(scores).requires_grad_()
             result = self._run(source, tile).expand(tile.shape)
 
         def pull(grad: torch.Tensor) -> torch.Tensor:
             if not result.requires_grad:
                 return torch.zeros_like(grad)
-            with torch.inference_mode(False):
-                found = torch.autograd.grad(result, source, _plain(grad), allow_unused=True)[0]
-            return torch.zeros_like(grad) if found is None else found
+            with torch.inference_mode(mode=False):
+                return torch.autograd.grad(result, source, _plain(grad))[0]
 
         return result.detach().clone(memory_format=torch.contiguous_format), pull
 

@@ -6,7 +6,7 @@ import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF
 from ropegraph.engines.torch_executor.blockwise import Forward, forward
-from ropegraph.engines.torch_executor.flash import flash_forward, takes_scale
+from ropegraph.engines.torch_executor.flash import Flash, Scale
 from ropegraph.engines.torch_executor.operands import Env, Operands, Part
 from ropegraph.engines.torch_executor.sdpa_sequences import LengthReader, PortReader, is_sequenced
 from ropegraph.lowering.engine import Executable, Step
@@ -18,80 +18,71 @@ def compile_sdpa(step: Step) -> Executable:
     It must run where autograd does not record.  Raises PositionError, before anything is written,
     for lengths, ragged offsets and page tables that point outside of a tensor.
     """
-    return _sequences(step) if is_sequenced(step) else _dense(step)
+    return _Sequences(step) if is_sequenced(step) else _Dense(step)
 
 
-def _dense(step: Step) -> Executable:
-    operands = Operands(step)
-    shape, read_scale = operands.shape, operands.scale
-    q_slot, k_slot, v_slot, o_slot = (step.slot(port) for port in ("q", "k", "v", "O"))
-    stats_slot = step.slot("Stats")
-    part = Part(0, shape.b, shape.s_q, shape.s_kv)
-    causal = operands.flash_causal(part)
+class _Dense:
+    """The whole batch is one problem."""
 
-    def run(env: Env, stream: int) -> None:
-        q, k, v, o = env[q_slot], env[k_slot], env[v_slot], env[o_slot]
-        stats = env[stats_slot] if stats_slot >= 0 else None
-        _solve(operands, env, part, causal, read_scale(env), q, k, v, o, stats)
+    def __init__(self, step: Step) -> None:
+        self.operands = Operands(step)
+        self.q, self.k, self.v, self.o, self.stats = (
+            step.slot(port) for port in ("q", "k", "v", "O", "Stats")
+        )
+        shape = self.operands.shape
+        self.part = Part(0, shape.b, shape.s_q, shape.s_kv)
+        self.flash = self.operands.flash(self.part)
 
-    return run
+    def __call__(self, env: Env, stream: int) -> None:
+        q, k, v, o = env[self.q], env[self.k], env[self.v], env[self.o]
+        stats = env[self.stats] if self.stats >= 0 else None
+        scale = self.operands.scale(env)
+        _solve(self.operands, env, self.part, self.flash, scale, q, k, v, o, stats)
 
 
-def _sequences(step: Step) -> Executable:
-    operands = Operands(step)
-    shape, read_scale = operands.shape, operands.scale
-    read_lengths = LengthReader(step, shape.b, shape.s_q, shape.s_kv)
-    q_port, o_port = PortReader(step, "q"), PortReader(step, "O")
-    k_port = PortReader(step, "k", "paged_attention_k_table")
-    v_port = PortReader(step, "v", "paged_attention_v_table")
-    stats_port = PortReader(step, "Stats") if step.has("Stats") else None
+class _Sequences:
+    """Each sequence is a problem of its own: it has its length and its corner of the band."""
 
-    def run(env: Env, stream: int) -> None:
-        lengths = read_lengths(env)
-        q, o = q_port.bind(env, lengths.q), o_port.bind(env, lengths.q)
-        k, v = k_port.bind(env, lengths.kv), v_port.bind(env, lengths.kv)
-        stats = None if stats_port is None else stats_port.bind(env, lengths.q)
-        o_port.fill_outside(env, lengths.q, 0)
-        if stats_port is not None:
-            stats_port.fill_outside(env, lengths.q, NEG_INF)
-        scale = read_scale(env)
+    def __init__(self, step: Step) -> None:
+        self.operands = Operands(step)
+        shape = self.operands.shape
+        self.lengths = LengthReader(step, shape.b, shape.s_q, shape.s_kv)
+        self.q, self.o = PortReader(step, "q"), PortReader(step, "O")
+        self.k = PortReader(step, "k", "paged_attention_k_table")
+        self.v = PortReader(step, "v", "paged_attention_v_table")
+        self.stats = PortReader(step, "Stats") if step.has("Stats") else None
+
+    def __call__(self, env: Env, stream: int) -> None:
+        lengths = self.lengths(env)
+        q, o = self.q.bind(env, lengths.q), self.o.bind(env, lengths.q)
+        k, v = self.k.bind(env, lengths.kv), self.v.bind(env, lengths.kv)
+        stats = None if self.stats is None else self.stats.bind(env, lengths.q)
+        self.o.fill_outside(env, lengths.q, 0)
+        if self.stats is not None:
+            self.stats.fill_outside(env, lengths.q, NEG_INF)
+        scale = self.operands.scale(env)
         for i, (s_q, s_kv) in enumerate(zip(lengths.q, lengths.kv, strict=True)):
             part = Part(i, i + 1, s_q, s_kv)
-            causal = operands.flash_causal(part)
+            flash = self.operands.flash(part)
             rows = None if stats is None else stats(i)
-            _solve(operands, env, part, causal, scale, q(i), k(i), v(i), o(i), rows)
-
-    return run
+            _solve(self.operands, env, part, flash, scale, q(i), k(i), v(i), o(i), rows)
 
 
 def _solve(
     operands: Operands,
     env: Env,
     part: Part,
-    causal: bool | None,
-    scale: float | torch.Tensor,
+    flash: Flash | None,
+    scale: Scale,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     o: torch.Tensor,
     stats: torch.Tensor | None,
 ) -> None:
-    """One problem.  causal: how torch's kernel would be called, None if it cannot serve."""
-    compute = operands.compute
-    if causal is not None and q.is_cpu and takes_scale(scale, causal, compute):
-        if flash_forward(q, k, v, o, stats, scale, causal, compute):
-            return
-    forward(
-        Forward(
-            part.shape(operands.shape),
-            compute,
-            operands.logits(env, scale, part, q),
-            q,
-            k,
-            v,
-            o,
-            stats,
-            operands.sink(env),
-            operands.dropout(env, part),
-        )
-    )
+    if flash is not None and flash.forward(q, k, v, o, stats, scale):
+        return
+    logits = operands.logits(env, scale, part, q)
+    sink, dropout = operands.sink(env), operands.dropout(env, part)
+    shape = part.shape(operands.shape)
+    forward(Forward(shape, operands.compute, logits, q, k, v, o, stats, sink, dropout))

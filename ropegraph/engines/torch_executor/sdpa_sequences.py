@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,7 +45,7 @@ class LengthReader:
     def _read(self, env: Env, slot: int, port: str, full: Sequence[int]) -> Sequence[int]:
         if slot < 0:
             return full
-        lengths: list[int] = env[slot].reshape(-1).tolist()
+        lengths = _on_host(env[slot])
         for i, (length, limit) in enumerate(zip(lengths, full, strict=True)):
             if not 0 <= length <= limit:
                 raise PositionError(
@@ -86,7 +86,7 @@ class PortReader:
 
     def _ragged(self, x: torch.Tensor, offsets: torch.Tensor, lengths: Sequence[int]) -> View:
         multiplier = self._value.ragged_multiplier
-        starts = [multiplier * int(o) for o in offsets.reshape(-1).tolist()]
+        starts = [multiplier * offset for offset in _on_host(offsets)]
         _, h, _, d = self._value.dim
         _, s_h, s_s, s_d = self._value.stride
         room = _extent(x)
@@ -121,7 +121,7 @@ class PortReader:
 
     def _paged(self, x: torch.Tensor, table: torch.Tensor, lengths: Sequence[int]) -> View:
         n_pool, h, page, d = self._value.dim
-        entries: list[list[int]] = table.reshape(len(lengths), -1).tolist()
+        entries = [_on_host(row) for row in table]
         used: list[list[int]] = []
         for i, length in enumerate(lengths):
             count = -(-length // page) if length else 0
@@ -154,6 +154,10 @@ def is_sequenced(step: Step) -> bool:
     ragged = any(value.ragged_offset is not None for value in values)
     ports = ("seq_len_q", "seq_len_kv", "paged_attention_k_table", "paged_attention_v_table")
     return ragged or any(step.has(port) for port in ports)
+
+
+def _on_host(x: torch.Tensor) -> list[int]:
+    return cast("list[int]", x.reshape(-1).tolist())
 
 
 def _extent(x: torch.Tensor) -> int:
