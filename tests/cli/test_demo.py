@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ropegraph.__main__ import main
-from ropegraph.cli.demo import accuracy, command
+from ropegraph.cli.demo import accuracy, command, fold_table
 from ropegraph.cli.demo.attention import (
     graph_attention,
     plain_attention,
     slightly_wrong_attention,
 )
-from ropegraph.cli.demo.graphs import SETTINGS, Sizes
+from ropegraph.cli.demo.graphs import SETTINGS, Setting, Sizes
 from ropegraph.cli.demo.model import Shape, seeded_decoder
 from ropegraph.cli.demo.screen import Progress, sparkline, table
 from ropegraph.cli.demo.text import batches, king_james
@@ -178,3 +178,18 @@ def test_options_have_defaults() -> None:
     command.add_to(parser.add_subparsers())
     options = parser.parse_args(["demo"])
     assert (options.steps, options.threads, options.quick) == (None, 1, False)
+
+
+def test_the_fold_table_is_read_off_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(b=1, h_q=4, h_kv=2, s=7, d=24, rotated=16)
+    text, gap = fold_table.check(sizes)
+    assert gap < 1e-12
+    assert text.count("2+2") == len(SETTINGS)
+    # A fold that did not happen must show.
+    monkeypatch.setattr(fold_table, "SETTINGS", (Setting("q", "off"), Setting("off", "q")))
+    monkeypatch.setattr(
+        fold_table,
+        "expected",
+        lambda setting, a: (a, 1.0, 1.0, 0.0, a, 1.0) if setting.name == "q" else (1.0,) * 6,
+    )
+    assert fold_table.check(sizes)[1] > 0.1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ropegraph.cli.demo import accuracy
+from ropegraph.cli.demo import accuracy, fold_table
 from ropegraph.cli.demo.attention import (
     graph_attention,
     plain_attention,
@@ -91,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
 
     with _threads(options.threads):
         show_graphs(PARTIAL)
-        claims = check_accuracy()
+        claims = check_fold_table(PARTIAL)
+        claims += check_accuracy()
         claims += check_training(corpus, shape, recipe)
     return summarize(claims, time.perf_counter() - started)
 
@@ -118,6 +119,14 @@ def show_graphs(sizes: Sizes) -> None:
     for name, graph in named:
         heading(f"What happened to the {name} graph")
         print(graph.explain())
+
+
+def check_fold_table(sizes: Sizes) -> list[Claim]:
+    """Print what each setting made of both graphs: a fold that was declined would prove nothing."""
+    heading(f"The fold table as lowered, a = {sizes.attn_scale:.6g}")
+    text, gap = fold_table.check(sizes)
+    print(text)
+    return [Claim("fold table, forward and backward: error of any scale", gap, accuracy.EXACT)]
 
 
 def check_accuracy() -> list[Claim]:
