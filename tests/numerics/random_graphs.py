@@ -31,17 +31,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Branch:
-    """An input, maybe scaled, maybe rotated, maybe scaled again: what an attention reads."""
+    """An input, maybe scaled, maybe rotated, maybe scaled again: what an attention reads.
 
+    Branches that begin alike share those nodes: a rope may feed several scales, a scale several
+    ropes.  sees: which stages are bound by the caller, of "before", "turn" and "after".
+    """
+
+    name: str
     source: str
     before: float | None
     turn: Turn | None
     after: float | None
-    is_visible: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.source}_rot"
+    sees: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Problem:
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None
     table_per_batch: bool
 
+    def dim(self, branch: str) -> tuple[int, int, int, int]:
+        return self.dims[next(b.source for b in self.branches if b.name == branch)]
+
     @property
     def outputs(self) -> list[str]:
         return [f"o{i}" for i in range(len(self.attends))]
@@ -89,6 +93,7 @@ class Problem:
 # Scales, 0 and negative ones and those where there is nothing to fold among them.
 SCALES = st.sampled_from([None, 0.3, 0.125, 1.0, 1.7, -0.5, 0.0])
 FACTORS = st.sampled_from([None, None, 0.5, -1.3, 2.0])
+SEES = st.sampled_from([frozenset[str]()] * 6 + [frozenset({x}) for x in ("before", "turn", "after")])
 
 
 @st.composite
@@ -120,19 +125,24 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
     dims |= {f"v{i}": (b, h_v, s_kv, d_v) for i in range(n_v)}
     # Q and K usually turn alike, as in a model; then they may share one launch.
     common = draw(turns(d))
+    before = {name: draw(FACTORS) for name in dims}
     branches: list[Branch] = []
-    for name in (n for n in dims if n[0] != "v"):
-        kind = draw(st.sampled_from(["common", "common", "common", "own", "none"]))
-        turn = {"common": common, "own": draw(turns(d)), "none": None}[kind]
-        branches.append(
-            Branch(name, draw(FACTORS), turn, draw(FACTORS), draw(st.integers(0, 3)) == 0)
-        )
+    for kind in "qk":
+        for i in range(draw(st.integers(1, 2))):
+            source = draw(st.sampled_from([n for n in dims if n[0] == kind]))
+            angle = draw(st.sampled_from(["common", "common", "common", "own", "none"]))
+            turn = {"common": common, "own": draw(turns(d)), "none": None}[angle]
+            sees = draw(SEES)
+            branches.append(
+                Branch(f"{kind}_rot{i}", source, before[source], turn, draw(FACTORS), sees)
+            )
     lengths = None
     if draw(st.integers(0, 3)) == 0:
         lengths = tuple(
             tuple(draw(st.integers(0, s)) for _ in range(b)) for s in (s_q, s_kv)
         )
-    names = {kind: [n for n in dims if n[0] == kind] for kind in "qkv"}
+    names = {kind: [x.name for x in branches if x.source[0] == kind] for kind in "qk"}
+    values = [n for n in dims if n[0] == "v"]
     can_be_both = h_q == h_k and s_q == s_kv
     attends: list[Attend] = []
     for _ in range(draw(st.integers(1, 2))):
@@ -142,7 +152,7 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
             Attend(
                 q=k if is_both else draw(st.sampled_from(names["q"])),
                 k=k,
-                v=draw(st.sampled_from(names["v"])),
+                v=draw(st.sampled_from(values)),
                 attn_scale=draw(SCALES),
                 band=draw(
                     st.sampled_from(
@@ -160,8 +170,8 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
             )
         )
     used = {a.q for a in attends} | {a.k for a in attends}
-    kept = tuple(x for x in branches if x.source in used)
-    read = used | {a.v for a in attends}
+    kept = tuple(x for x in branches if x.name in used)
+    read = {x.source for x in kept} | {a.v for a in attends}
     return Problem(
         dtype=dtype,
         dims={n: dim for n, dim in dims.items() if n in read},
@@ -182,11 +192,11 @@ def data(p: Problem, seed: int = 0) -> dict[str, Tensor]:
     }
     for branch in p.branches:
         if branch.turn is not None:
-            found[f"freqs_{branch.source}"] = _table(p, branch, seed)
+            found[_table_name(branch)] = _table(p, branch, seed)
     for i, a in enumerate(p.attends):
         if a.bias is not None:
             found[f"bias{i}"] = normal(a.bias, wide, seed=seed + 20 + i)
-        (b, h_q, s_q, _), d_v = p.dims[a.q], p.dims[a.v][3]
+        (b, h_q, s_q, _), d_v = p.dim(a.q), p.dims[a.v][3]
         if a.has_sink:
             found[f"sink{i}"] = normal((1, h_q, 1, 1), wide, seed=seed + 30 + i)
         found[f"do{i}"] = normal((b, h_q, s_q, d_v), p.dtype, "bshd", seed + 40 + i)
@@ -194,6 +204,11 @@ def data(p: Problem, seed: int = 0) -> dict[str, Tensor]:
         for name, lengths in zip(("len_q", "len_kv"), p.lengths, strict=True):
             found[name] = torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1, 1, 1)
     return found
+
+
+def _table_name(branch: Branch) -> str:
+    """Equal rotations of one input read one table."""
+    return f"freqs_{branch.source}_{hash(branch.turn) % 997}"
 
 
 def _table(p: Problem, branch: Branch, seed: int) -> Tensor:
@@ -211,10 +226,11 @@ def _table(p: Problem, branch: Branch, seed: int) -> Tensor:
 
 
 def record(p: Problem, given: Mapping[str, Tensor], **settings: Any) -> ropegraph.pygraph:
-    """The graph, not built yet: outputs o<i>, stats<i> and the visible branches <source>_rot."""
+    """The graph, not built yet: outputs o<i>, stats<i>, and what branches let the caller see."""
     g = ropegraph.pygraph(io_data_type=p.dtype, **settings)
     t = {n: g.tensor_like(x, name=n) for n, x in given.items() if not n.startswith("do")}
-    made = {b.source: _branch(g, b, t) for b in p.branches}
+    nodes = _Nodes(g, t)
+    made = {b.name: nodes.branch(b) for b in p.branches}
     for i, a in enumerate(p.attends):
         left, right, bottom_right = a.band
         o, stats = g.sdpa(
@@ -243,29 +259,61 @@ def record(p: Problem, given: Mapping[str, Tensor], **settings: Any) -> ropegrap
     return g
 
 
-def _branch(g: ropegraph.pygraph, branch: Branch, t: Mapping[str, Any]) -> Any:
-    x = t[branch.source]
-    if branch.before is not None:
-        x = g.scale(x, branch.before, name=f"before_{branch.source}")
-    if branch.turn is not None:
-        turn = dict(vars(branch.turn))
-        x = g.rope(x, t[f"freqs_{branch.source}"], name=f"rope_{branch.source}", **turn)
-    if branch.after is not None:
-        x = g.scale(x, branch.after, name=f"scale_{branch.source}")
-    if branch.is_visible and x is not t[branch.source]:
-        x.set_output(True).set_name(branch.name)
-    return x
+class _Nodes:
+    """Records branches, each stage once however many branches begin with it."""
+
+    def __init__(self, g: ropegraph.pygraph, t: Mapping[str, Any]) -> None:
+        self.g, self.t = g, t
+        self.made: dict[Any, Any] = {}
+
+    def branch(self, branch: Branch) -> Any:
+        x: Any = self.t[branch.source]
+        for stage in stages(branch):
+            if stage not in self.made:
+                self.made[stage] = self._stage(stage, x, branch)
+            x = self.made[stage]
+            if stage[-1] in branch.sees:
+                x.set_output(True).set_name(name_of(stage))
+        return x
+
+    def _stage(self, stage: tuple[Any, ...], x: Any, branch: Branch) -> Any:
+        if stage[-1] != "turn":
+            return self.g.scale(x, stage[-2], name=f"scale_{name_of(stage)}")
+        assert branch.turn is not None
+        table, turn = self.t[_table_name(branch)], dict(vars(branch.turn))
+        return self.g.rope(x, table, name=f"rope_{name_of(stage)}", **turn)
+
+
+def stages(branch: Branch) -> list[tuple[Any, ...]]:
+    """What identifies each node of a branch: the source and every attribute up to it."""
+    found: list[tuple[Any, ...]] = []
+    path: tuple[Any, ...] = (branch.source,)
+    for stage in ("before", "turn", "after"):
+        given = getattr(branch, stage)
+        if given is not None:
+            path = (*path, given, stage)
+            found.append(path)
+    return found
+
+
+def name_of(stage: tuple[Any, ...]) -> str:
+    return f"{stage[0]}_{stage[-1]}_{hash(stage) % 99991}"
+
+
+def seen(p: Problem) -> set[str]:
+    """The names of the values inside branches that the caller binds."""
+    return {name_of(s) for b in p.branches for s in stages(b) if s[-1] in b.sees}
 
 
 def evaluate(p: Problem, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every visible value by the oracle, and d<x> of every leaf for the gradients do<i>."""
+    """O, Stats and every rotated input by the oracle, and d<x> of every leaf for given do<i>."""
     leaves = {n: oracle.leaf(given[n]) for n in p.leaves}
-    made = {b.source: _evaluate_branch(b, leaves[b.source], given) for b in p.branches}
-    found = {b.name: made[b.source] for b in p.branches}
+    made = {b.name: _evaluate_branch(b, leaves[b.source], given) for b in p.branches}
+    found = dict(made)
     total = torch.zeros((), dtype=torch.float64)
     for i, a in enumerate(p.attends):
         left, right, bottom_right = a.band
-        (_, h_q, s_q, _), s_kv = p.dims[a.q], p.dims[a.k][2]
+        (_, h_q, s_q, _), s_kv = p.dim(a.q), p.dim(a.k)[2]
         len_q, len_kv = p.lengths or (None, None)
         bias = leaves.get(f"bias{i}")
         if a.has_alibi:
@@ -303,7 +351,7 @@ def _evaluate_branch(branch: Branch, x: Tensor, given: Mapping[str, Tensor]) -> 
     x = x if branch.before is None else branch.before * x
     if branch.turn is not None:
         turn = branch.turn
-        table = given[f"freqs_{branch.source}"][: x.shape[2]]
+        table = given[_table_name(branch)][: x.shape[2]]
         half = turn.rope_dim // 2
         angles = table[..., :half] if turn.table_layout == "first_half" else table[..., ::2]
         x = oracle.rope(
