@@ -127,6 +127,12 @@ def execute(graph: ropegraph.pygraph, given: Mapping[str, Tensor]) -> dict[str, 
         dtype = getattr(torch, value.dtype.torch_name)
         outputs[name] = poisoned(value.dim, dtype, stride=value.stride)
     bound = {name: given[name] for name in ir.inputs if name in given}
+    for name in bound:
+        if name.startswith("do"):
+            # The gradient of an output is declared with the strides of that output.
+            stride = ir.values[name].stride
+            placed = poisoned(ir.values[name].dim, bound[name].dtype, stride=stride)
+            bound[name] = placed.copy_(bound[name])
     graph.execute({**bound, **outputs}, poisoned((graph.get_workspace_size(),), torch.uint8))
     return outputs
 
