@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -75,7 +75,7 @@ class Recorder:
                     f"tensor_like({template!r:.60}): use a torch tensor, a graph tensor or an "
                     "object with __dlpack__"
                 )
-            template = cast(torch.Tensor, torch.from_dlpack(template))
+            template = torch.from_dlpack(template)
         tensor = self.add_tensor(template.shape, name)
         tensor.set_stride(template.stride()).set_data_type(template.dtype)
         return tensor

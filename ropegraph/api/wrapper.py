@@ -207,8 +207,9 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R:
             result = function(*args, **kwargs)
-            found = cast(Any, result)
-            made: Any = found[0] if type(found) is tuple else found
+            made: Any = result
+            if isinstance(made, tuple):
+                made = cast("tuple[Any, ...]", made)[0]
             if not isinstance(made, pygraph):
                 raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
             made.build(list(heur_modes))

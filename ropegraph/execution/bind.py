@@ -77,7 +77,7 @@ class Binder:
             value = self.values[name]
             return torch.tensor(buffer, dtype=self.dtypes[name]).reshape(value.dim)
         if hasattr(buffer, "__dlpack__"):
-            return cast(Tensor, torch.from_dlpack(buffer))
+            return torch.from_dlpack(buffer)
         raise GraphError(
             f"{name!r} is bound to {type(buffer).__name__} {buffer!r:.60}; "
             "bind a torch tensor or an object with __dlpack__"

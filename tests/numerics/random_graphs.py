@@ -93,7 +93,9 @@ class Problem:
 # Scales, 0 and negative ones and those where there is nothing to fold among them.
 SCALES = st.sampled_from([None, 0.3, 0.125, 1.0, 1.7, -0.5, 0.0])
 FACTORS = st.sampled_from([None, None, 0.5, -1.3, 2.0])
-SEES = st.sampled_from([frozenset[str]()] * 6 + [frozenset({x}) for x in ("before", "turn", "after")])
+SEES = st.sampled_from(
+    [frozenset[str]()] * 6 + [frozenset({x}) for x in ("before", "turn", "after")]
+)
 
 
 @st.composite
@@ -138,9 +140,7 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
             )
     lengths = None
     if draw(st.integers(0, 3)) == 0:
-        lengths = tuple(
-            tuple(draw(st.integers(0, s)) for _ in range(b)) for s in (s_q, s_kv)
-        )
+        lengths = tuple(tuple(draw(st.integers(0, s)) for _ in range(b)) for s in (s_q, s_kv))
     names = {kind: [x.name for x in branches if x.source[0] == kind] for kind in "qk"}
     values = [n for n in dims if n[0] == "v"]
     can_be_both = h_q == h_k and s_q == s_kv
@@ -159,9 +159,7 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
                         [(None, None, False), (None, 0, False), (None, 0, True), (2, 1, True)]
                     )
                 ),
-                bias=draw(
-                    st.sampled_from([None, None, (1, h_q, 1, s_kv), (b, 1, s_q, s_kv)])
-                ),
+                bias=draw(st.sampled_from([None, None, (1, h_q, 1, s_kv), (b, 1, s_q, s_kv)])),
                 softcap=draw(st.sampled_from([None, None, 1.5])),
                 has_sink=draw(st.integers(0, 3)) == 0,
                 has_alibi=draw(st.integers(0, 3)) == 0,
