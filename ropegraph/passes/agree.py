@@ -6,16 +6,15 @@ already folded. Anything else disagrees, and disagreeing by a factor is the faul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple, cast
 
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Attention, Rotation, SdpaBackward
+from ropegraph.ir.ops import Attention, Rotation, Scale, SdpaBackward
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
-from ropegraph.passes.limits import output_scale
 
 # Compared together with the scales of the rotations: these are what folding moves.
 _MOVED = ("attn_scale", "softmax_input_is_log2")
@@ -82,58 +81,84 @@ def _stage(graph: Graph, node: Node[Any], entry: FoldEntry) -> Stage:
         if (
             close(node.attrs.attn_scale, attn_scale)
             and node.attrs.softmax_input_is_log2 == is_log2
-            and _side(graph, node, "dQ", entry.q_source, q_factor)
-            and _side(graph, node, "dK", entry.k_source, k_factor)
+            and _side(graph, node, "dQ", entry.q_chain, q_factor)
+            and _side(graph, node, "dK", entry.k_chain, k_factor)
         ):
             return name
     raise FoldContractError(_explain(graph, node, entry, stages))
 
 
-def _side(graph: Graph, node: Node[Any], port: str, source: Any, factor: float) -> bool:
-    """True if every adjoint behind a gradient equals the forward's producer times ``factor``."""
-    return all(_equal(adjoint, source, factor) for adjoint in _adjoints(graph, node, port))
+def _side(
+    graph: Graph, node: Node[Any], port: str, chain: tuple[Rotation | float, ...], factor: float
+) -> bool:
+    """True if what undoes the rotations behind a gradient carries the forward's scales.
 
-
-def _adjoints(graph: Graph, node: Node[Any], port: str) -> list[Node[Any]]:
+    The gradient may be asked for anywhere along the forward's chain, and scale nodes may have been
+    folded on one side only: so each path must equal some beginning of the chain, as a product.
+    """
     grad = node.outputs.get(port)
-    readers = [] if grad is None else reading_through_sums(graph, grad)
-    return [n for n in readers if isinstance(n.attrs, ADJOINTS)]
-
-
-def _equal(adjoint: Node[Any], source: Any, factor: float) -> bool:
-    if source is None:
+    if grad is None:
         return True
-    if isinstance(source, Rotation) != isinstance(adjoint.attrs, Rotation):
-        return False
-    if not isinstance(source, Rotation):
-        return close(adjoint.attrs.factor, source * factor)
-    same = all(
-        getattr(adjoint.attrs, f.name) == getattr(source, f.name)
-        for f in fields(Rotation)
-        if f.name != "output_scale"
+    wanted = _beginnings(chain, factor)
+    return all(
+        any(rotations == forward and close(total, product) for product, forward in wanted)
+        for total, rotations in _paths(graph, grad, _Path(1.0, ()))
     )
-    return same and close(adjoint.attrs.output_scale, source.output_scale * factor)
+
+
+class _Path(NamedTuple):
+    """A product of scales, and the rotations (their scale set to 1) on the way."""
+
+    product: float
+    rotations: tuple[Rotation, ...]
+
+    def then(self, step: Rotation | float) -> _Path:
+        if not isinstance(step, Rotation):
+            return _Path(self.product * step, self.rotations)
+        plain = {f.name: getattr(step, f.name) for f in fields(Rotation)}
+        unscaled = Rotation(**{**cast("dict[str, Any]", plain), "output_scale": 1.0})
+        return _Path(self.product * step.output_scale, (*self.rotations, unscaled))
+
+
+def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Path]:
+    """The product and rotations of the first n steps of a chain, for every n of at least 1."""
+    found: list[_Path] = []
+    path = _Path(factor, ())
+    for step in chain:
+        path = path.then(step)
+        found.append(path)
+    return found
+
+
+def _paths(graph: Graph, value: str, path: _Path) -> Iterator[_Path]:
+    """Every way from a gradient through the nodes that undo rotations, to where it ends."""
+    for reader in reading_through_sums(graph, value):
+        attrs = reader.attrs
+        if not isinstance(attrs, ADJOINTS):
+            continue
+        longer = path.then(attrs.factor if isinstance(attrs, Scale) else attrs)
+        beyond = list(_paths(graph, next(iter(reader.outputs.values())), longer))
+        yield from beyond or [longer]
 
 
 def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[Stage, Any]) -> str:
     def line(attn_scale: Any, log2: bool, q_factor: float, k_factor: float) -> str:
         text = f"attn_scale={attn_scale}, softmax_input_is_log2={log2}"
-        for port, source, factor in (
-            ("dQ", entry.q_source, q_factor),
-            ("dK", entry.k_source, k_factor),
+        for port, chain, factor in (
+            ("dQ", entry.q_chain, q_factor),
+            ("dK", entry.k_chain, k_factor),
         ):
-            if isinstance(source, Rotation):
-                expected = replace(source, output_scale=source.output_scale * factor)
-                text += f", rope_backward({port}) output_scale={expected.output_scale:.12g}"
+            if chain:
+                text += f", {port} scaled by {_beginnings(chain, factor)[-1].product:.12g}"
         return text
 
-    log2 = node.attrs.softmax_input_is_log2
-    given = f"attn_scale={node.attrs.attn_scale}, softmax_input_is_log2={log2}"
+    attrs = node.attrs
+    given = f"attn_scale={attrs.attn_scale}, softmax_input_is_log2={attrs.softmax_input_is_log2}"
     for port in ("dQ", "dK"):
-        for adjoint in _adjoints(graph, node, port):
-            given += f", {adjoint.name!r} ({port}) scale={output_scale(adjoint):.12g}"
+        for path in _paths(graph, node.outputs.get(port, ""), _Path(1.0, ())):
+            given += f", {port} scaled by {path.product:.12g}"
     return (
         f"sdpa_backward {node.name!r} does not agree with the forward sdpa {entry.node!r}: it has "
-        f"{given}; the forward needs either {line(*stages['recorded'])} (folded for you) or "
-        f"{line(*stages['done'])}; the attributes of each rope_backward must be those of its rope"
+        f"{given}; use {line(*stages['recorded'])} (it is then folded for you) or "
+        f"{line(*stages['done'])}; every rope_backward must have the attributes of its rope"
     )

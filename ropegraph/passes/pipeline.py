@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from ropegraph.ir.contract import Fold, FoldContract, FoldEntry
-from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rope, Scale, Sdpa
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import Rope, Rotation, Scale, Sdpa
 from ropegraph.ir.verify import verify
 from ropegraph.passes.drop_dead import drop_dead
 from ropegraph.passes.fold_attn_scale import fold_attn_scale
@@ -65,16 +65,20 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
                 attention=node.attrs,
                 fold=fold,
                 log2=log2,
-                q_source=_source(before, node.inputs["q"]),
-                k_source=_source(before, node.inputs["k"]),
+                q_chain=_chain(trace[0].graph, node.inputs["q"]),
+                k_chain=_chain(trace[0].graph, node.inputs["k"]),
                 ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
                 engine=engines.get(node.name, ""),
             )
     return FoldContract(entries, cast(Fold, before.fold), before.fold_log2)
 
 
-def _source(graph: Graph, value: str) -> Any:
-    producer: Node[Any] | None = graph.producer(value)
-    if producer is None or not isinstance(producer.attrs, (Rope, Scale)):
-        return None
-    return producer.attrs.factor if isinstance(producer.attrs, Scale) else producer.attrs
+def _chain(graph: Graph, value: str) -> tuple[Rotation | float, ...]:
+    """The rotations and factors that make ``value``, from the last one up to a graph input."""
+    found: list[Rotation | float] = []
+    producer = graph.producer(value)
+    while producer is not None and isinstance(producer.attrs, (Rope, Scale)):
+        attrs = producer.attrs
+        found.append(attrs.factor if isinstance(attrs, Scale) else attrs)
+        producer = graph.producer(producer.inputs["input"])
+    return tuple(found)
