@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
@@ -115,8 +115,9 @@ class _Path(NamedTuple):
     def then(self, step: Rotation | float) -> _Path:
         if not isinstance(step, Rotation):
             return _Path(self.product * step, self.rotations)
-        plain = {f.name: getattr(step, f.name) for f in fields(Rotation)}
-        unscaled = Rotation(**{**cast("dict[str, Any]", plain), "output_scale": 1.0})
+        plain: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(Rotation)}
+        plain["output_scale"] = 1.0
+        unscaled = Rotation(**plain)
         return _Path(self.product * step.output_scale, (*self.rotations, unscaled))
 
 
