@@ -35,7 +35,8 @@ class FoldEntry:
 
     attention: the recorded attributes.  fold, log2: what was folded.
     q_source, k_source: the rotation that makes q and k, before attn_scale was folded into it;
-    a float for a scale node, None for anything else.
+    a float for a scale node, None for anything else.  q_recorded, k_recorded: the same before
+    scale nodes were folded; a backward may be written like either.
     ports: the optional inputs (bias, sink_token, ...).  engine: who ran it, which decides the
     dropout mask.
     """
@@ -48,6 +49,8 @@ class FoldEntry:
     k_source: Rotation | float | None
     ports: tuple[str, ...]
     engine: str
+    q_recorded: Rotation | float | None = None
+    k_recorded: Rotation | float | None = None
 
     @property
     def factors(self) -> tuple[float, float]:

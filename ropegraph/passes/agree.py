@@ -68,6 +68,8 @@ def _compare_attention(node: Node[Any], entry: FoldEntry) -> None:
 def _stage(graph: Graph, node: Node[Any], entry: FoldEntry) -> Stage:
     attention = entry.attention
     q, k = fold_factors(entry.fold, attention.attn_scale or 1.0)
+    q_sources = entry.q_source, entry.q_recorded
+    k_sources = entry.k_source, entry.k_recorded
     after = attention.attn_scale if entry.fold == "off" else 1.0
     log2 = attention.softmax_input_is_log2
     stages: dict[Stage, tuple[float | None, bool, float, float]] = {
@@ -82,16 +84,19 @@ def _stage(graph: Graph, node: Node[Any], entry: FoldEntry) -> Stage:
         if (
             close(node.attrs.attn_scale, attn_scale)
             and node.attrs.softmax_input_is_log2 == is_log2
-            and _side(graph, node, "dQ", entry.q_source, q_factor)
-            and _side(graph, node, "dK", entry.k_source, k_factor)
+            and _side(graph, node, "dQ", q_sources, q_factor)
+            and _side(graph, node, "dK", k_sources, k_factor)
         ):
             return name
     raise FoldContractError(_explain(graph, node, entry, stages))
 
 
-def _side(graph: Graph, node: Node[Any], port: str, source: Any, factor: float) -> bool:
+def _side(
+    graph: Graph, node: Node[Any], port: str, sources: tuple[Any, Any], factor: float
+) -> bool:
     """True if every adjoint behind a gradient equals the forward's producer times ``factor``."""
-    return all(_equal(adjoint, source, factor) for adjoint in _adjoints(graph, node, port))
+    adjoints = _adjoints(graph, node, port)
+    return any(all(_equal(a, source, factor) for a in adjoints) for source in sources)
 
 
 def _adjoints(graph: Graph, node: Node[Any], port: str) -> list[Node[Any]]:

@@ -26,6 +26,16 @@ DEFAULT: tuple[Rule, ...] = (
     merge_rope_qk,
 )
 
+# A backward graph is held against its forward as both were recorded: a scale node behind
+# rope_backward may fold into it only after that, for there the forward's may not have folded.
+BACKWARD: tuple[Rule, ...] = (
+    drop_dead,
+    fold_attn_scale,
+    fold_inv_ln2,
+    fold_scale_node,
+    merge_rope_qk,
+)
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -36,8 +46,13 @@ class Trace:
     decisions: tuple[Decision, ...]
 
 
-def run(graph: Graph, rules: tuple[Rule, ...] = DEFAULT) -> tuple[Trace, ...]:
-    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result."""
+def run(graph: Graph, rules: tuple[Rule, ...] | None = None) -> tuple[Trace, ...]:
+    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result.
+
+    rules: by default BACKWARD for a graph with a contract, DEFAULT for any other.
+    """
+    if rules is None:
+        rules = DEFAULT if graph.contract is None else BACKWARD
     verify(graph, after="record")
     trace = [Trace("record", graph, ())]
     for rule in rules:
@@ -49,6 +64,7 @@ def run(graph: Graph, rules: tuple[Rule, ...] = DEFAULT) -> tuple[Trace, ...]:
 
 def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContract:
     """What a traced forward graph promises its backward.  engines: node name -> engine."""
+    recorded = next(t.graph for t in trace if t.rule == drop_dead.name)
     before = next(t.graph for t in trace if t.rule == fold_scale_node.name)
     after = next(t.graph for t in trace if t.rule == fold_inv_ln2.name)
     entries: dict[str, FoldEntry] = {}
@@ -69,6 +85,8 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
                 k_source=_source(before, node.inputs["k"]),
                 ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
                 engine=engines.get(node.name, ""),
+                q_recorded=_source(recorded, recorded.node(node.name).inputs["q"]),
+                k_recorded=_source(recorded, recorded.node(node.name).inputs["k"]),
             )
     return FoldContract(entries, cast(Fold, before.fold), before.fold_log2)
 
