@@ -57,7 +57,8 @@ class Group:
         for side, factor in factors.items():
             for node in (*self.producers[side], *self.adjoints[side]):
                 dtype = graph.values[next(iter(node.outputs.values()))].dtype
-                if reason := why_not_scale(node, factor, dtype):
+                # Under a contract the forward has decided, on the scale of the whole.
+                if graph.contract is None and (reason := why_not_scale(node, factor, dtype)):
                     return Decline(reason)
                 edited[node.name] = times(node, factor)
         return tuple(edited.values())

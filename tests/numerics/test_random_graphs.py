@@ -1,5 +1,7 @@
 """Properties of random graphs: no fold changes what the caller sees, and gradients are exact."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,7 +57,8 @@ def test_gradients_are_those_of_autograd(problem: Problem, setting, engine):
     for name in (*problem.outputs, *gradients):
         got = (results | gradients)[name]
         assert_within(got, want[name], near(want[name], 1e-11), name)
-    once = backward.plan.graph
+    # The contract is about the graph as recorded; what it asked for is done.
+    once = replace(backward.plan.graph, contract=None)
     assert pipeline.run(once)[-1].graph == once
 
 
