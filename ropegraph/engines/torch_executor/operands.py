@@ -13,7 +13,7 @@ import torch
 from ropegraph.dtypes import DType, wider
 from ropegraph.engines.torch_executor.band import band_of
 from ropegraph.engines.torch_executor.dropout import Dropout, Word
-from ropegraph.engines.torch_executor.flash import Flash, Scale, flash_for
+from ropegraph.engines.torch_executor.flash import Flash, Scale, flash_for, rough_ports
 from ropegraph.engines.torch_executor.logits import Logits, alibi_slopes
 from ropegraph.engines.torch_executor.problem import Shape
 from ropegraph.engines.torch_executor.score_program import ScoreMod
@@ -90,6 +90,7 @@ class Operands:
         self.compute = compute_dtype(step)
         self.scale = scale_reader(step)
         self._d_qk, self._d_v = step.value("q").dim[3], step.value("v").dim[3]
+        self._rough = rough_ports(step, self.compute)
         self._bias = step.slot("bias")
         self._sink = step.slot("sink_token")
         self._seed, self._offset = step.slot("seed"), step.slot("offset")
@@ -103,7 +104,8 @@ class Operands:
         if extra or attrs.score_mod is not None:
             return None
         band = band_of(attrs, part.s_q, part.s_kv)
-        return flash_for(part.shape(self.shape), self._d_qk, self._d_v, band, self.compute)
+        shape = part.shape(self.shape)
+        return flash_for(shape, self._d_qk, self._d_v, band, self.compute, self._rough)
 
     def logits(self, env: Env, scale: Scale, part: Part, q: torch.Tensor) -> Logits:
         attrs, shape = self.attrs, self.shape
