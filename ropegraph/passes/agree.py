@@ -93,16 +93,17 @@ def _side(
 ) -> bool:
     """True if what undoes the rotations behind a gradient carries the forward's scales.
 
-    The gradient may be asked for anywhere along the forward's chain, and scale nodes may have been
-    folded on one side only: so each path must equal some beginning of the chain, as a product.
+    The gradient may be asked for anywhere along the forward's chain, scaled further by the caller,
+    and scale nodes may have folded on one side only. So of each path some beginning must equal
+    some beginning of the chain, as a product.
     """
     grad = node.outputs.get(port)
     if grad is None:
         return True
     wanted = _beginnings(chain, factor)
     return all(
-        any(rotations == forward and close(total, product) for product, forward in wanted)
-        for total, rotations in _paths(graph, grad, _Path(1.0, ()))
+        any(_same(mine, theirs) for mine in _beginnings(path, 1.0) for theirs in wanted)
+        for path in _paths(graph, grad)
     )
 
 
@@ -131,15 +132,18 @@ def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Pat
     return found
 
 
-def _paths(graph: Graph, value: str, path: _Path) -> Iterator[_Path]:
+def _same(mine: _Path, theirs: _Path) -> bool:
+    return mine.rotations == theirs.rotations and close(mine.product, theirs.product)
+
+
+def _paths(graph: Graph, value: str) -> Iterator[tuple[Rotation | float, ...]]:
     """Every way from a gradient through the nodes that undo rotations, to where it ends."""
     for reader in reading_through_sums(graph, value):
         attrs = reader.attrs
-        if not isinstance(attrs, ADJOINTS):
-            continue
-        longer = path.then(attrs.factor if isinstance(attrs, Scale) else attrs)
-        beyond = list(_paths(graph, next(iter(reader.outputs.values())), longer))
-        yield from beyond or [longer]
+        if isinstance(attrs, ADJOINTS):
+            step = attrs.factor if isinstance(attrs, Scale) else attrs
+            beyond = list(_paths(graph, next(iter(reader.outputs.values()))))
+            yield from ((step, *rest) for rest in beyond or [()])
 
 
 def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[Stage, Any]) -> str:
@@ -156,8 +160,8 @@ def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[St
     attrs = node.attrs
     given = f"attn_scale={attrs.attn_scale}, softmax_input_is_log2={attrs.softmax_input_is_log2}"
     for port in ("dQ", "dK"):
-        for path in _paths(graph, node.outputs.get(port, ""), _Path(1.0, ())):
-            given += f", {port} scaled by {path.product:.12g}"
+        for path in _paths(graph, node.outputs.get(port, "")):
+            given += f", {port} scaled by {_beginnings(path, 1.0)[-1].product:.12g}"
     return (
         f"sdpa_backward {node.name!r} does not agree with the forward sdpa {entry.node!r}: it has "
         f"{given}; use {line(*stages['recorded'])} (it is then folded for you) or "

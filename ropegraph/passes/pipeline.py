@@ -26,6 +26,16 @@ DEFAULT: tuple[Rule, ...] = (
     merge_rope_qk,
 )
 
+# A backward graph is held against its forward as both were recorded: a scale node behind
+# rope_backward, say to undo a loss scale, folds into it only after that.
+BACKWARD: tuple[Rule, ...] = (
+    drop_dead,
+    fold_attn_scale,
+    fold_inv_ln2,
+    fold_scale_node,
+    merge_rope_qk,
+)
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -36,8 +46,13 @@ class Trace:
     decisions: tuple[Decision, ...]
 
 
-def run(graph: Graph, rules: tuple[Rule, ...] = DEFAULT) -> tuple[Trace, ...]:
-    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result."""
+def run(graph: Graph, rules: tuple[Rule, ...] | None = None) -> tuple[Trace, ...]:
+    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result.
+
+    rules: by default BACKWARD for a graph with a contract, DEFAULT for any other.
+    """
+    if rules is None:
+        rules = DEFAULT if graph.contract is None else BACKWARD
     verify(graph, after="record")
     trace = [Trace("record", graph, ())]
     for rule in rules:
