@@ -1,4 +1,4 @@
-"""Random graphs as plain data: drawn by hypothesis, recorded on pygraph, evaluated by the oracle."""
+"""Random graphs as plain data: drawn by hypothesis, recorded, and evaluated by the oracle."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

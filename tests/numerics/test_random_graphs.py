@@ -11,9 +11,9 @@ from ropegraph.testing.budget import assert_within
 from tests.numerics.attention import FOLDS, execute
 from tests.numerics.random_graphs import Problem, data, evaluate, problems, record, seen
 
-ENGINES = st.sampled_from(["reference"])
+ENGINES = st.sampled_from(["torch", "reference"])
 QUICK = settings(
-    max_examples=100,
+    max_examples=300,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],

@@ -47,7 +47,9 @@ def check(got: dict[str, torch.Tensor], outputs: list[tuple[str, float]]) -> Non
 def test_a_scale_node_that_folds_only_on_one_side(fold, log2, place, is_visible):
     # A visible value keeps its scale node in the forward; its gradient is nobody's to see.
     g, t = start(fold, log2)
-    first = g.scale(t["x"], 0.5) if place == "before" else g.rope(t["x"], t["freqs"], half_width=True)
+    first = (
+        g.scale(t["x"], 0.5) if place == "before" else g.rope(t["x"], t["freqs"], half_width=True)
+    )
     q = g.rope(first, t["freqs"], half_width=True) if place == "before" else g.scale(first, 0.5)
     if is_visible:
         first.set_output(True)
