@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 
@@ -77,18 +79,18 @@ def engine_names(given: object) -> tuple[str, ...] | None:
     """Read ``engines=``: None for the default order, one name, or several."""
     if given is None:
         return None
-    names = (given,) if isinstance(given, str) else tuple(given)  # pyright: ignore
+    names = (given,) if isinstance(given, str) else tuple(cast("Iterable[str]", given))
     if not names:
         raise GraphError(f"engines=() allows nothing; use some of {', '.join(manifest.ENGINES)}")
     for name in names:
         manifest.load(name)
-    return names  # pyright: ignore[reportUnknownVariableType]
+    return names
 
 
 def device_of(where: torch.device) -> Device:
     """The Device of a torch device, its compute capability included."""
     if where.type != "cuda":
         return Device(where.type)
-    index = torch.cuda.current_device() if where.index is None else where.index
+    index = torch.cuda.current_device() if where == torch.device("cuda") else where.index
     major, minor = torch.cuda.get_device_capability(index)
     return replace(Device("cuda", index), sm=10 * major + minor)

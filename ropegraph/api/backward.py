@@ -58,7 +58,9 @@ class _Derivation:
         if isinstance(given, str):
             return self.forward.find_tensor(given)
         if not isinstance(given, Tensor) or given.graph is not self.forward:
-            raise GraphError(f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph")
+            raise GraphError(
+                f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph"
+            )
         return given
 
     def _on_the_way(self) -> set[Tensor]:
@@ -105,7 +107,11 @@ class _Derivation:
             for t in _needs(node, self.wanted)
         ]
         for node in self.nodes:
-            if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs and self._is_wanted(node):
+            if (
+                isinstance(node.attrs, Sdpa)
+                and "Stats" not in node.outputs
+                and self._is_wanted(node)
+            ):
                 raise GraphError(
                     f"backward_graph: sdpa {node.name!r} gives no Stats; "
                     "record it with generate_stats=True"
@@ -139,7 +145,9 @@ class _Derivation:
                 self._rope(node, attrs)
             case Scale(factor):
                 grad = self._gradient(node.outputs["output"])
-                made = self._record(Scale(factor), f"{node.name}_backward", {"input": grad}, "output")
+                made = self._record(
+                    Scale(factor), f"{node.name}_backward", {"input": grad}, "output"
+                )
                 self._add(node.inputs["input"], made["output"])
             case Sdpa() as attrs:
                 self._sdpa(node, attrs)
@@ -190,14 +198,12 @@ class _Derivation:
         optional = [p for p in node.inputs if p not in ports]
         ports |= {p: self._copy(node.inputs[p]) for p in optional}
         grads = {p: g for p, g in _ATTENTION_GRADS.items() if node.inputs.get(p) in self.wanted}
-        made = self._record(
-            SdpaBackward(**plain), f"{node.name}_backward", ports, *grads.values()
-        )
+        made = self._record(SdpaBackward(**plain), f"{node.name}_backward", ports, *grads.values())
         for port, grad in grads.items():
             self._add(node.inputs[port], made[grad])
 
     def _record(self, attrs: Any, name: str, inputs: dict[str, Tensor], *outputs: str) -> Any:
-        return self.backward.recorder.record(self.backward, attrs, name, inputs, outputs)
+        return self.backward.recorder.record(attrs, name, inputs, outputs)
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         """One more term of a tensor's gradient, laid out like the tensor."""
@@ -225,9 +231,7 @@ class _Derivation:
 
     def _expose(self, tensor: Tensor) -> None:
         if tensor not in self.partial:
-            raise GraphError(
-                f"backward_graph: the outputs do not depend on {tensor.get_name()!r}"
-            )
+            raise GraphError(f"backward_graph: the outputs do not depend on {tensor.get_name()!r}")
         grad = self._gradient(tensor)
         if grad.spec.producer is None:
             raise GraphError(
@@ -240,7 +244,7 @@ class _Derivation:
         if tensor not in self.copies:
             copy = self.backward.tensor_like(tensor, name=self._name(tensor))
             copy.set_is_pass_by_value(tensor.get_is_pass_by_value())
-            copy.spec.bound = tensor.spec.bound
+            copy.spec.bound, copy.spec.constant = tensor.spec.bound, tensor.spec.constant
             self.copies[tensor] = copy
             self._share_offset(copy, tensor)
         return self.copies[tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from ropegraph.errors import GraphError
 
@@ -21,7 +21,9 @@ def as_strides(given: object, dim: tuple[int, ...], argument: str) -> tuple[int,
     """Read strides in elements: one per dim, none negative."""
     strides = _integers(given, argument)
     if len(strides) != len(dim):
-        raise GraphError(f"{argument}={list(strides)} has {len(strides)} entries for dim {list(dim)}")
+        raise GraphError(
+            f"{argument}={list(strides)} has {len(strides)} entries for dim {list(dim)}"
+        )
     if any(s < 0 for s in strides):
         raise GraphError(f"{argument}={list(strides)} has a negative stride; use 0 or more")
     return strides
@@ -29,7 +31,7 @@ def as_strides(given: object, dim: tuple[int, ...], argument: str) -> tuple[int,
 
 def _integers(given: object, argument: str) -> tuple[int, ...]:
     try:
-        items = tuple(given)  # pyright: ignore
+        items = tuple(cast("Iterable[Any]", given))
         numbers = tuple(int(n) for n in items)
     except (TypeError, ValueError):
         raise GraphError(f"{argument}={given!r} is not a list of integers") from None
@@ -42,7 +44,7 @@ def as_number(given: object, argument: str) -> float:
     """Read a finite host number: int, float, or anything with __float__ but a tensor."""
     if isinstance(given, bool) or not hasattr(given, "__float__"):
         raise GraphError(f"{argument}={given!r} is not a number")
-    number = float(given)  # pyright: ignore
+    number = float(cast(Any, given))
     if not math.isfinite(number):
         raise GraphError(f"{argument}={number} is not finite")
     return number
@@ -52,7 +54,7 @@ def as_count(given: object, argument: str, low: int = 0) -> int:
     """Read an integer of at least ``low``."""
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise GraphError(f"{argument}={given!r} is not an integer; use {low} or more")
-    number = int(given)  # pyright: ignore
+    number = int(cast(Any, given))
     if number < low:
         raise GraphError(f"{argument}={number}; use {low} or more")
     return number

@@ -32,8 +32,8 @@ class RecordedNode:
 class Recorder:
     """Tensors and nodes in the order of recording. freeze() turns them into an ir.Graph."""
 
-    def __init__(self, name: str, io: DType, compute: DType) -> None:
-        self.name, self.io, self.compute = name, io, compute
+    def __init__(self, graph: Any, name: str, io: DType, compute: DType) -> None:
+        self.graph, self.name, self.io, self.compute = graph, name, io, compute
         self.tensors: list[Tensor] = []
         self.nodes: list[RecordedNode] = []
         self.closed_by = ""
@@ -47,17 +47,27 @@ class Recorder:
                 "record everything first, or start a new graph"
             )
 
-    def add_tensor(self, graph: Any, dim: object, name: str = "") -> Tensor:
+    def add_tensor(self, dim: object, name: str = "") -> Tensor:
         self.require_open("add a tensor")
-        tensor = Tensor(graph, as_dims(dim, f"tensor {name!r}: dim"), str(name or ""))
+        tensor = Tensor(self.graph, as_dims(dim, f"tensor {name!r}: dim"), str(name or ""))
         self.tensors.append(tensor)
         return tensor
 
-    def add_like(self, graph: Any, template: Any, name: str = "") -> Tensor:
+    def host_integer(self, number: int) -> Tensor:
+        """A host scalar that carries its own value."""
+        tensor = self.add_tensor([1, 1, 1, 1])
+        tensor.set_data_type(DType.INT64).set_is_pass_by_value(True)
+        tensor.spec.constant = number
+        return tensor
+
+    def add_like(self, template: Any, name: str = "") -> Tensor:
         """A handle with the dims, strides and data type of a framework or graph tensor."""
         if isinstance(template, Tensor):
-            tensor = self.add_tensor(graph, template.get_dim(), name)
-            tensor.spec.stride, tensor.spec.dtype = tuple(template.get_stride()), template.get_data_type()
+            tensor = self.add_tensor(template.get_dim(), name)
+            tensor.spec.stride, tensor.spec.dtype = (
+                tuple(template.get_stride()),
+                template.get_data_type(),
+            )
             return tensor
         if not isinstance(template, torch.Tensor):
             if not hasattr(template, "__dlpack__"):
@@ -65,20 +75,20 @@ class Recorder:
                     f"tensor_like({template!r:.60}): use a torch tensor, a graph tensor or an "
                     "object with __dlpack__"
                 )
-            template = torch.from_dlpack(template)  # pyright: ignore
-        tensor = self.add_tensor(graph, template.shape, name)
+            template = torch.from_dlpack(template)
+        tensor = self.add_tensor(template.shape, name)
         tensor.set_stride(template.stride()).set_data_type(template.dtype)
         return tensor
 
-    def adopt(self, graph: Any, given: Any, where: str) -> Tensor:
-        """The handle for an argument: the caller's own, or a new one bound to a framework tensor."""
+    def adopt(self, given: Any, where: str) -> Tensor:
+        """The handle for an argument: the caller's own, or one bound to a framework tensor."""
         if isinstance(given, Tensor):
-            if given.graph is not graph:
+            if given.graph is not self.graph:
                 raise GraphError(f"{where}: tensor {given.get_name()!r} belongs to another graph")
             return given
         if isinstance(given, torch.Tensor) or hasattr(given, "__dlpack__"):
             if id(given) not in self._adopted:
-                tensor = self.add_like(graph, given)
+                tensor = self.add_like(given)
                 tensor.spec.bound = given.detach() if isinstance(given, torch.Tensor) else given
                 # The pair keeps the object alive, so that its id stays its own.
                 self._adopted[id(given)] = given, tensor
@@ -99,7 +109,6 @@ class Recorder:
 
     def record(
         self,
-        graph: Any,
         attrs: Op,
         name: str,
         inputs: Mapping[str, Tensor],
@@ -117,7 +126,7 @@ class Recorder:
         for port in outputs:
             tensor = (given or {}).get(port)
             if tensor is None:
-                tensor = Tensor(graph, dims[port])
+                tensor = Tensor(self.graph, dims[port])
             elif tuple(tensor.get_dim()) != dims[port]:
                 raise GraphError(
                     f"{op_name(attrs)} {name!r}: {port} is {tensor.get_dim()}; "
@@ -163,7 +172,13 @@ class Recorder:
             found[tensor] = name
         return found
 
-    def freeze(self, fold: str, fold_log2: bool, contract: FoldContract | None) -> Graph:
+    def freeze(
+        self,
+        fold: str = "auto",
+        fold_log2: bool = False,
+        contract: FoldContract | None = None,
+        imported: tuple[str, ...] = (),
+    ) -> Graph:
         """The graph as a value: names, data types and strides settled, shapes checked again."""
         names = self.names()
         self._settle_dtypes()
@@ -178,19 +193,21 @@ class Recorder:
             nodes,
             visible=frozenset(names[t] for t in written if t.is_real),
             saved=frozenset(names[t] for t in written if t.spec.is_saved and not t.is_real),
+            imported=imported,
             fold=fold,
             fold_log2=fold_log2,
             contract=contract,
         )
 
-    def load(self, graph: Any, frozen: Graph) -> None:
+    def load(self, frozen: Graph) -> None:
         """Record a frozen graph again: the same names, ports and declarations."""
         handles: dict[str, Tensor] = {}
         for value in frozen.values.values():
-            tensor = Tensor(graph, value.dim, value.name)
+            tensor = Tensor(self.graph, value.dim, value.name)
             tensor.spec.stride, tensor.spec.dtype = value.stride, value.dtype
             tensor.spec.uid, tensor.spec.pass_by_value = value.uid, value.is_host
             tensor.spec.ragged_multiplier = value.ragged_multiplier
+            tensor.spec.constant = value.constant
             tensor.spec.is_output = value.name in frozen.visible
             tensor.spec.is_saved = value.name in frozen.saved
             handles[value.name] = tensor
@@ -278,6 +295,7 @@ def _freeze_tensor(tensor: Tensor, names: Mapping[Tensor, str]) -> Value:
         ragged_offset=None if offset is None else names[offset],
         ragged_multiplier=tensor.get_ragged_offset_multiplier(),
         is_host=tensor.get_is_pass_by_value(),
+        constant=tensor.spec.constant,
     )
 
 
@@ -296,4 +314,18 @@ def declare(
     tensor.set_is_pass_by_value(is_pass_by_value)
     if ragged_offset is not None:
         tensor.set_ragged_offset(ragged_offset)
+    return tensor
+
+
+def shaped_like(tensor: Tensor, source: Tensor) -> Tensor:
+    """Give an output the layout of the tensor it comes from: the same memory order, packed.
+
+    A ragged one keeps strides and offsets exactly, for its offsets count in those strides.
+    """
+    if tuple(tensor.get_dim()) == tuple(source.get_dim()):
+        if (offset := source.get_ragged_offset()) is not None:
+            tensor.set_stride(source.get_stride()).set_ragged_offset(offset)
+            tensor.set_ragged_offset_multiplier(source.get_ragged_offset_multiplier())
+        else:
+            tensor.set_stride(packed_like(tuple(source.get_dim()), tuple(source.get_stride())))
     return tensor

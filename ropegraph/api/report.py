@@ -14,9 +14,10 @@ def explain(lowered: Lowered) -> str:
     """The report as text: settings, scales before and after, decisions, launches."""
     recorded, plan = lowered.recorded, lowered.plan
     before, after = _scales(recorded.nodes), _scales(plan.graph.nodes)
+    settings = f"fold={recorded.fold}, fold_log2={recorded.fold_log2}"
+    counts = f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}"
     lines = [
-        f"graph {recorded.name!r}: fold={recorded.fold}, fold_log2={recorded.fold_log2}, "
-        f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}",
+        f"graph {recorded.name!r}: {settings}, {counts}",
         "",
         f"{'node':<24} {'recorded':<28} lowered",
     ]

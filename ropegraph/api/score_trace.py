@@ -10,9 +10,6 @@ from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir import score_mod as ir
 
-# FE's argument names by operation; the first is the one a one-argument op takes.
-_UNARY_ARG = "input"
-
 
 class Score:
     """A value inside a score_mod callback: shaped like the scores, [b, h_q, s_q, s_kv]."""
@@ -53,7 +50,11 @@ class ScoreTrace:
         raise GraphError(f"{self.where}: score_mod calls {op!r}, which is none of {known}")
 
     def gen_index(
-        self, input: object = None, axis: int = 3, compute_data_type: object = None, name: str = ""
+        self,
+        input: object = None,  # noqa: A002 - FE's name
+        axis: int = 3,
+        compute_data_type: object = None,
+        name: str = "",
     ) -> Score:
         """The position of each score along ``axis``: 0 batch, 1 head, 2 query, 3 key."""
         chosen = as_count(axis, f"{self.where}: score_mod gen_index axis")
@@ -63,11 +64,13 @@ class ScoreTrace:
 
     def _pointwise(self, op: str, *args: Any, **kwargs: Any) -> Score:
         count = 3 if op in ir.TERNARY else 2 if op in ir.BINARY else 1
-        # FE passes operands by keyword too (a, b, input, input0, input1, mask, t): keep their order.
+        # FE passes operands by keyword too (a, b, input0, input1, mask): their order counts.
         hints = ("name", "compute_data_type")
         given = [*args, *(v for k, v in kwargs.items() if k not in hints)]
         if len(given) != count:
-            raise GraphError(f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}")
+            raise GraphError(
+                f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}"
+            )
         return self._add(ir.Instruction(op, tuple(self._operand(op, a) for a in given)))
 
     def _add(self, instruction: ir.Instruction) -> Score:

@@ -41,7 +41,8 @@ def packed_like(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...
 class Spec:
     """What is declared about a tensor so far; the package reads it, callers use the setters.
 
-    producer: the node that writes it.  bound: the framework tensor it was made from, if any.
+    producer: the node that writes it.  constant: the number a host scalar carries.
+    bound: the framework tensor it was made from, if any.
     """
 
     dim: tuple[int, ...]
@@ -56,6 +57,7 @@ class Spec:
     ragged_multiplier: int = 1
     alignment: int = 1
     producer: str | None = None
+    constant: int | None = None
     bound: Any = None
 
 
@@ -103,7 +105,7 @@ class Tensor:
         return self
 
     def set_uid(self, uid: int) -> Tensor:
-        """Number the tensor; a written one becomes real by it. -1 unsets. Duplicates are refused."""
+        """Number the tensor; a written one becomes real by it. -1 unsets, duplicates raise."""
         self._change()
         self.spec.uid = self.graph.claim_uid(self, uid)
         return self
@@ -134,7 +136,9 @@ class Tensor:
     def set_ragged_offset(self, offset: Tensor | None) -> Tensor:
         """offset: [b + 1, 1, 1, 1] int32 or int64, the first element of each sequence."""
         self._change()
-        self.spec.ragged_offset = None if offset is None else self.graph.own(offset, "ragged_offset")
+        self.spec.ragged_offset = (
+            None if offset is None else self.graph.own(offset, "ragged_offset")
+        )
         return self
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:

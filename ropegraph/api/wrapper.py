@@ -1,14 +1,16 @@
-"""Graph, the context manager that builds on exit and is then called like a function; and FE's
-helpers graph, jit and graph_cache."""
+"""Graph, the context manager that builds on exit and is then called like a function.
+
+FE's helpers graph, jit and graph_cache stand beside it.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -51,9 +53,11 @@ class Graph:
         workspace_alloc: bool = True,
         **pygraph_kwargs: Any,
     ) -> None:
-        self._handle = create_handle() if handle == "auto" else handle
-        if isinstance(self._handle, str):
-            raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+        if isinstance(handle, str):
+            if handle != "auto":
+                raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+            handle = create_handle()
+        self._handle = handle
         self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
         self._heuristics = list(heuristics or HEURISTICS)
         self._workspace_alloc = workspace_alloc
@@ -106,7 +110,11 @@ class Graph:
     def _resolve(self, given: Any) -> str:
         """A canonical name, a tensor, its own name or its uid -> the name in the graph."""
         for name, tensor in self._named().items():
-            if given is tensor or given == name or (tensor.get_uid() >= 0 and given == tensor.get_uid()):
+            if (
+                given is tensor
+                or given == name
+                or (tensor.get_uid() >= 0 and given == tensor.get_uid())
+            ):
                 return name
         for node in self._graph.recorder.nodes:
             ports = {**node.inputs, **node.outputs}
@@ -114,7 +122,9 @@ class Graph:
                 if given == f"{node.name}::{port}":
                     return self._graph.recorder.names()[tensor]
         known = [
-            f"{n.name}::{p} ({op_name(n.attrs)})" for n in self._graph.recorder.nodes for p in n.inputs
+            f"{n.name}::{p} ({op_name(n.attrs)})"
+            for n in self._graph.recorder.nodes
+            for p in n.inputs
         ]
         raise GraphError(f"Graph: {given!r} names no tensor; there are {', '.join(known)}")
 
@@ -122,19 +132,28 @@ class Graph:
         """Run on positional tensors in the order of ``inputs``, or on one dict."""
         if not self._built:
             raise GraphError("Graph: called before its with block ended")
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            return self._call_with_dict(args[0], handle, workspace)  # pyright: ignore
+        if len(args) == 1 and isinstance(args[0], dict):
+            return self._call_with_dict(cast("dict[Any, Any]", args[0]), handle, workspace)
         inputs, outputs = self._order
         if len(args) != len(inputs):
-            raise GraphError(f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}")
+            raise GraphError(
+                f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}"
+            )
         pack = dict(zip(inputs, args, strict=True))
         results = {name: self._allocate(name, args) for name in outputs}
         self._run({**pack, **results}, handle, workspace)
         made = tuple(results.values())
         return made[0] if len(made) == 1 else made
 
-    def _call_with_dict(self, given: Any, handle: Handle | None, workspace: Any) -> Any:
+    def _call_with_dict(self, given: dict[Any, Any], handle: Handle | None, workspace: Any) -> Any:
         pack = {self._resolve(key): buffer for key, buffer in given.items()}
+        values = self._graph.lowered.recorded.values
+        if missing := [
+            n
+            for n in self._graph.lowered.recorded.inputs
+            if n not in pack and values[n].constant is None
+        ]:
+            raise GraphError(f"Graph: no buffer is given for the inputs {missing}")
         for name in self._graph.lowered.recorded.visible:
             if name not in pack:
                 pack[name] = given[name] = self._allocate(name, list(pack.values()))
@@ -166,7 +185,7 @@ def graph(
     intermediate: Any = data_type.FLOAT,
     compute: Any = data_type.FLOAT,
     **pygraph_kwargs: Any,
-) -> Iterator[tuple[pygraph, list[Any]]]:
+) -> Generator[tuple[pygraph, list[Any]]]:
     """FE's ``with cudnn.graph(handle) as (g, _):``; building is left to jit or the caller."""
     yield (
         pygraph(
@@ -187,8 +206,10 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R:
-            result: Any = function(*args, **kwargs)
-            made: Any = result[0] if isinstance(result, tuple) else result
+            result = function(*args, **kwargs)
+            made: Any = result
+            if isinstance(made, tuple):
+                made = cast("tuple[Any, ...]", made)[0]
             if not isinstance(made, pygraph):
                 raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
             made.build(list(heur_modes))
@@ -202,7 +223,7 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
 def graph_cache(
     key_fn: Callable[..., Any], maxsize: int = 256
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep what the decorated function returned, by key_fn(*args, **kwargs); the oldest unused goes.
+    """Keep what the decorated function returned, by key_fn(*args, **kwargs); least used goes.
 
     Thread-safe: one key is made once.
     """

@@ -27,10 +27,17 @@ class Binder:
         self.plan = plan
         self.values = graph.values
         self.required = [(name, plan.slots[name]) for name in (*graph.inputs, *graph.outputs)]
-        self.dtypes = {n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required}
+        self.dtypes = {
+            n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required
+        }
         self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
-        self._checked: list[Any] = []
-        self._reshaped: list[tuple[int, Value]] = []
+        self.constants = {
+            name: torch.full(value.dim, value.constant, dtype=self.dtypes[name])
+            for name, value in graph.values.items()
+            if value.constant is not None
+        }
+        # One attribute, replaced as a whole: threads may see an old pair, never half of one.
+        self._checked: tuple[list[Any], list[tuple[int, Value]]] = [], []
 
     def bind(self, buffers: Mapping[str, Any], env: list[Any]) -> None:
         """Put the buffers of all inputs and outputs into ``env``.
@@ -43,15 +50,24 @@ class Binder:
             try:
                 buffer = buffers[name]
             except KeyError:
-                raise self._missing(name) from None
+                if name not in self.constants:
+                    raise self._missing(name) from None
+                buffer = self.constants[name]
             if type(buffer) is not Tensor:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
-            signature += (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
-        if signature != self._checked:
-            self._reshaped = self._check(env)
-            self._checked = signature
-        for slot, value in self._reshaped:
+            signature += (
+                buffer.data_ptr(),
+                buffer.shape,
+                buffer.stride(),
+                buffer.dtype,
+                buffer.device,
+            )
+        checked, reshaped = self._checked
+        if signature != checked:
+            reshaped = self._check(env)
+            self._checked = signature, reshaped
+        for slot, value in reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
@@ -61,7 +77,7 @@ class Binder:
             value = self.values[name]
             return torch.tensor(buffer, dtype=self.dtypes[name]).reshape(value.dim)
         if hasattr(buffer, "__dlpack__"):
-            return cast(Tensor, torch.from_dlpack(buffer))  # pyright: ignore
+            return torch.from_dlpack(buffer)
         raise GraphError(
             f"{name!r} is bound to {type(buffer).__name__} {buffer!r:.60}; "
             "bind a torch tensor or an object with __dlpack__"
@@ -107,7 +123,9 @@ class Binder:
                 f"{value.name!r} is bound to a buffer on {buffer.device}, but must be on {where}"
             )
         if buffer.layout is not torch.strided:
-            raise GraphError(f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one")
+            raise GraphError(
+                f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one"
+            )
 
     def _check_shape(self, value: Value, buffer: Tensor) -> bool:
         """Raise if shape or strides differ; True if the shapes differ in size-1 dims only."""

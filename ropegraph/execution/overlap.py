@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 # numpy solves the exact question, which is hard in the worst case; this bounds the search.
-_MAX_WORK = 10_000
+_MAX_WORK: Any = 10_000
 
 
 class _Memory:

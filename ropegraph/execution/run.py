@@ -111,5 +111,3 @@ def _place(arena: Tensor, start: int, value: Value) -> Tensor:
     if value.ragged_offset is not None:
         return flat
     return flat.as_strided(value.dim, value.stride)
-
-

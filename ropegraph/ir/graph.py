@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
-from ropegraph.ir.ops import Op, RopePair
+from ropegraph.ir.ops import Op
 
 if TYPE_CHECKING:
     from ropegraph.ir.contract import FoldContract
 
+T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
 
 
@@ -26,7 +27,8 @@ class Value:
 
     dim, stride: stride in elements.  ragged_offset: the value holding [b + 1] element offsets
     (times ragged_multiplier) of the sequences; None for a dense tensor.
-    is_host: a CPU scalar read at execute (pass by value).  uid: the user's, else None.
+    is_host: a CPU scalar read at execute (pass by value).  constant: its value, if the graph
+    carries it.  uid: the user's, else None.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Value:
     ragged_offset: str | None = None
     ragged_multiplier: int = 1
     is_host: bool = False
+    constant: int | None = None
 
     @property
     def numel(self) -> int:
@@ -63,7 +66,7 @@ class Node(Generic[A]):
     outputs: Mapping[str, str]
 
     def with_attrs(self, **changes: object) -> Node[A]:
-        return replace(self, attrs=replace(self.attrs, **changes))  # pyright: ignore
+        return replace(self, attrs=replace(self.attrs, **cast(Any, changes)))
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Graph:
 
     visible: values the caller binds (set_output or set_uid).  saved: exported for the backward
     graph alone, in whatever form the passes leave them.
+    imported: inputs of a backward graph that its forward saved.
     fold: off, q, symmetric or auto.  contract: what a backward graph must agree with.
     """
 
@@ -80,6 +84,7 @@ class Graph:
     nodes: tuple[Node[Op], ...]
     visible: frozenset[str] = frozenset()
     saved: frozenset[str] = frozenset()
+    imported: tuple[str, ...] = ()
     fold: str = "auto"
     fold_log2: bool = False
     contract: FoldContract | None = None
@@ -174,7 +179,7 @@ def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
     return tuple(ordered)
 
 
-def merged_ports(attrs: RopePair, ports: Mapping[str, str], part: int) -> dict[str, str]:
+def merged_ports(ports: Mapping[str, T], part: int) -> dict[str, T]:
     """The ports of one part of a RopePair, under the names of the single op."""
     suffix = str(part)
     return {p[: -len(suffix)]: v for p, v in ports.items() if p.endswith(suffix)}

@@ -21,8 +21,8 @@ Numerics = Literal["fp32", "nemo", "hf"]
 class Rotation:
     """Rotate channels [rope_offset, rope_offset + rope_dim) of each row, then scale the row.
 
-    A pair (x1, x2) with angle t becomes A (x1 cos t - x2 sin t), A (x2 cos t + x1 sin t), where A is
-    attention_factor; every channel of the row is then multiplied by output_scale.
+    A pair (x1, x2) with angle t becomes A (x1 cos t - x2 sin t), A (x2 cos t + x1 sin t), where
+    A is attention_factor; every channel of the row is then multiplied by output_scale.
 
     rope_dim: r, even, already resolved (never 0).  rope_offset: first rotated channel.
     interleaved: pairs (2i, 2i+1) of the segment are read, else (i, i + r/2).
@@ -130,7 +130,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Sum:
-    """output = the sum of all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
+    """Adds all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
 
 
 Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum

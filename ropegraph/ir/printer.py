@@ -13,7 +13,7 @@ _ALWAYS = ("output_scale", "attn_scale")
 
 
 def print_graph(graph: Graph) -> str:
-    """The graph as text: inputs first, then a line a node; outputs carry a star, saved ones a plus."""
+    """The graph as text, inputs first, then a line a node; * marks outputs, + saved values."""
     lines = [f"graph {graph.name!r} fold={graph.fold} fold_log2={graph.fold_log2}"]
     lines += [f"  {_value(graph, name)}" for name in graph.inputs]
     for node in graph.nodes:

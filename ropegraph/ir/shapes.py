@@ -47,7 +47,7 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
         case RopePair(parts):
             outputs: dict[str, Dim] = {}
             for i, part in enumerate(parts):
-                own = infer(name, part, merged_ports_of_dims(attrs, dims, i))
+                own = infer(name, part, merged_ports(dims, i))
                 outputs |= {f"{port}{i}": dim for port, dim in own.items()}
             return outputs
         case Sdpa():
@@ -71,11 +71,6 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             for port, dim in dims.items():
                 _same(where, port, dim, "0", first)
             return {"output": first}
-
-
-def merged_ports_of_dims(pair: RopePair, dims: Mapping[str, Dim], part: int) -> dict[str, Dim]:
-    ports = {port: port for port in dims}
-    return {port: dims[source] for port, source in merged_ports(pair, ports, part).items()}
 
 
 def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -> None:
@@ -110,8 +105,9 @@ def _table(where: str, attrs: Rotation, table: Dim, b: int, s: int, d: int) -> N
         other = r if attrs.half_width else r // 2
         hint = f"half_width={not attrs.half_width}" if table[3] == other else f"rope_dim={table[3]}"
         raise GraphError(
-            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels with "
-            f"half_width={attrs.half_width} reads {width} columns; use a table {width} wide or {hint}"
+            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels "
+            f"with half_width={attrs.half_width} reads {width} columns; "
+            f"use a table {width} wide or {hint}"
         )
     if table[0] < s:
         raise GraphError(
@@ -133,9 +129,9 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
                 f"{where}: h_q={h_q} is not a multiple of the {h} heads of {port} "
                 f"{list(dims[port])}; query heads share key heads in equal groups"
             )
-    paged = isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None
-    if paged:
-        s_kv = attrs.max_seq_len_kv or 0
+    longest = attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None
+    if longest is not None:
+        s_kv = longest
         for port, pages in (("k", k), ("v", v)):
             table = dims[f"paged_attention_{port}_table"]
             if len(table) != 4 or table[0] != b or table[1] != 1 or table[3] != 1:
@@ -170,7 +166,9 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         _exact(where, "sink_token", dims["sink_token"], (1, h_q, 1, 1))
     for port in ("attn_scale", "seed", "offset"):
         if port in dims and any(x != 1 for x in dims[port]):
-            raise GraphError(f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]")
+            raise GraphError(
+                f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]"
+            )
     return (b, h_q, s_q, d_v)
 
 

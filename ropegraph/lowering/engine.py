@@ -12,7 +12,7 @@ from ropegraph.ir.ops import Op
 
 @dataclass(frozen=True)
 class Device:
-    """Where a graph runs.  sm: compute capability as 90, 0 on a CPU.  cudnn: backend version or 0."""
+    """Where a graph runs.  sm: compute capability as 90, 0 on a CPU.  cudnn: version or 0."""
 
     type: str = "cpu"
     index: int = 0

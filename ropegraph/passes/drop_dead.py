@@ -28,7 +28,9 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     # A pair keeps both outputs: its launch writes both.
     if len(used) < len(node.outputs) and not hasattr(node.attrs, "parts"):
         unused = sorted(set(node.outputs) - set(used))
-        return Edit((replace(node, outputs=used),), note=f"{', '.join(unused)} not computed: unread")
+        return Edit(
+            (replace(node, outputs=used),), note=f"{', '.join(unused)} not computed: unread"
+        )
     return None
 
 

@@ -59,14 +59,14 @@ def _edit(graph: Graph, node: Node[Any], group: Group, fold: Fold) -> Edit | Dec
     edited = group.scaled(graph, dict(zip(SIDES[fold], (q, k), strict=False)), attn_scale=1.0)
     if isinstance(edited, Decline):
         return edited
-    where = [n.name for side in SIDES[fold] for n in (*group.producers[side], *group.adjoints[side])]
+    where = [
+        n.name for side in SIDES[fold] for n in (*group.producers[side], *group.adjoints[side])
+    ]
     factors = f"{q:.6g}" if fold == "q" else f"{q:.6g} each"
     return Edit(edited, note=f"attn_scale {scale:.6g} moved to {', '.join(where)} ({factors})")
 
 
-def _by_contract(
-    graph: Graph, node: Node[Any], entry: FoldEntry, stage: Stage
-) -> Edit | Decline:
+def _by_contract(graph: Graph, node: Node[Any], entry: FoldEntry, stage: Stage) -> Edit | Decline:
     if stage != "recorded":
         return Decline("the forward's contract leaves no attn_scale to fold here")
     group = find_group(graph, node, SIDES[entry.fold], auto=False)

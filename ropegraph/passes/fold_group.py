@@ -57,13 +57,16 @@ class Group:
         for side, factor in factors.items():
             for node in (*self.producers[side], *self.adjoints[side]):
                 dtype = graph.values[next(iter(node.outputs.values()))].dtype
-                if reason := why_not_scale(node, factor, dtype):
+                # Under a contract the forward has decided, on the scale of the whole.
+                if graph.contract is None and (reason := why_not_scale(node, factor, dtype)):
                     return Decline(reason)
                 edited[node.name] = times(node, factor)
         return tuple(edited.values())
 
 
-def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
+def members(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...]
+) -> tuple[list[Any], dict[str, Any]]:
     """The attention nodes connected to ``root`` through values on ``sides``, and those values."""
     nodes: dict[str, Node[Any]] = {root.name: root}
     values: dict[str, dict[str, None]] = {side: {} for side in sides}
@@ -81,7 +84,9 @@ def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list
     return sorted(nodes.values(), key=lambda n: order[n.name]), values
 
 
-def find_group(graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool) -> Group | Decline:
+def find_group(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool
+) -> Group | Decline:
     """The group around ``root``, or why its values cannot carry a scale.
 
     auto: a value the user sees must not change.

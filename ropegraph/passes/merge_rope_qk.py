@@ -34,7 +34,9 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
     )
-    return Edit((pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}")
+    return Edit(
+        (pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}"
+    )
 
 
 def _forward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:

@@ -419,6 +419,30 @@ class TestSdpa:
         )
         torch.testing.assert_close((got["O"], got["Stats"]), want)
 
+    def test_dropout_keeps_whole_weights_and_repeats(self):
+        # One key, v = 1: every row is 0 or 1 / (1 - p), and with dO = 1 dV is the sum of the rows.
+        b, h, s, d_v = 2, 3, 64, 8
+        q, k = torch.zeros(b, h, s, 2, dtype=F64), torch.zeros(b, h, 1, 2, dtype=F64)
+        v = torch.ones(b, h, 1, d_v, dtype=F64)
+
+        def number(value: int) -> Tensor:
+            return torch.full((1, 1, 1, 1), value, dtype=torch.int64)
+
+        def once(seed: int, offset: int) -> Tensor:
+            state = {"seed": number(seed), "offset": number(offset)}
+            return attend(Sdpa(dropout_p=0.5), q, k, v, **state)["O"]
+
+        o = once(7, 0)
+        assert set(o.unique().tolist()) == {0.0, 2.0}
+        assert torch.equal(o, o[..., :1].expand_as(o))
+        assert torch.equal(once(7, 0), o)
+        for seed, offset in ((7, 1), (8, 0), (7, 2**32), (7 + 2**32, 0)):
+            assert not torch.equal(once(seed, offset), o)
+        others = {"seed": number(7), "offset": number(0), "dO": torch.ones_like(o)}
+        inputs = {"q": q, "k": k, "v": v, **forward_results(q, k, v), **others}
+        d_v = run(SdpaBackward(dropout_p=0.5), inputs, ["dV"])["dV"]
+        assert torch.equal(d_v, o.sum(dim=2, keepdim=True))
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_grouped_heads_and_strides(self, layout):
         b, h_q, s_q, s_kv, d_qk, d_v = 2, 6, 4, 5, 6, 3

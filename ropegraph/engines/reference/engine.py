@@ -79,8 +79,8 @@ def _parts(step: Step, pair: RopePair) -> list[Step]:
             node=Node(
                 name=step.name,
                 attrs=part,
-                inputs=merged_ports(pair, step.node.inputs, i),
-                outputs=merged_ports(pair, step.node.outputs, i),
+                inputs=merged_ports(step.node.inputs, i),
+                outputs=merged_ports(step.node.outputs, i),
             ),
         )
         for i, part in enumerate(pair.parts)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF
+from ropegraph.engines.torch_executor.dropout import Dropout
 from ropegraph.engines.torch_executor.logits import Logits
 from ropegraph.engines.torch_executor.masked import is_finite, seen_matmul
-from ropegraph.engines.torch_executor.problem import Shape, Tile, by_head, groups, tiles
+from ropegraph.engines.torch_executor.problem import Shape, Tile, by_head, groups, tile_elems, tiles
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,13 @@ class Forward:
     o: torch.Tensor
     stats: torch.Tensor | None
     sink: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
 
 def forward(job: Forward) -> None:
     """Fill job.o and job.stats."""
     careful = not is_finite(job.k, job.v)
-    for group in groups(job.shape, job.logits.band):
+    for group in groups(job.shape, job.logits.band, tile_elems(job.q.device)):
         k = job.k[group.heads(job.k, job.shape)].to(job.compute).flatten(0, 1)
         v = job.v[group.heads(job.v, job.shape)].to(job.compute).flatten(0, 1)
         for tile in tiles(group, job.shape, job.logits.band):
@@ -66,9 +68,13 @@ def _forward_tile(
         total.add_((sink - top).exp_())
     if stats is not None:
         stats.copy_(total.log().add_(top))
+    total.masked_fill_(total == 0, 1)
+    if job.dropout is not None:
+        weights.masked_fill_(job.dropout.dropped(tile, weights.device), 0)
+        weights.mul_(job.dropout.factor)
     weights = by_head(weights, v.shape[0] // batches)
     if seen is None:
         out = torch.bmm(weights, v[:, tile.columns])
     else:
         out = seen_matmul(weights, v[:, tile.columns], seen.view(weights.shape))
-    o.copy_(out.view(*tile.shape[:3], -1).div_(total.masked_fill_(total == 0, 1)))
+    o.copy_(out.view(*tile.shape[:3], -1).div_(total))

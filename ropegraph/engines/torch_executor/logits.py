@@ -6,6 +6,7 @@ the keys that are real.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor, log2
 
@@ -13,6 +14,9 @@ import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF, Band
 from ropegraph.engines.torch_executor.problem import Tile, by_head
+from ropegraph.engines.torch_executor.score_program import ScoreMod
+
+Pull = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Logits:
 
     scale: float | torch.Tensor
     band: Band
+    score_mod: ScoreMod | None = None
     bias: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
 
@@ -33,9 +38,28 @@ class Logits:
 
         careful: q, k or more may hold NaN or Inf, which no struck-out slot may pass on.
         """
+        scores = self._products(q, k, tile)
+        if self.score_mod is not None:
+            scores = self.score_mod.apply(scores, tile)
+        return self._finish(scores, tile, careful)
+
+    def with_pullback(
+        self, q: torch.Tensor, k: torch.Tensor, tile: Tile, careful: bool
+    ) -> tuple[torch.Tensor, Pull | None]:
+        """As ``of_tile``, and the map from a gradient of the logits to one of scale * q.k."""
+        scores = self._products(q, k, tile)
+        pull = None
+        if self.score_mod is not None:
+            scores, pull = self.score_mod.apply_with_pullback(scores, tile)
+        return self._finish(scores, tile, careful), pull
+
+    def _products(self, q: torch.Tensor, k: torch.Tensor, tile: Tile) -> torch.Tensor:
         scores = q.new_empty(tile.shape)
         products = by_head(scores, k.shape[0] // tile.shape[0])
         scaled_bmm(q, k.transpose(1, 2), self.scale, out=products)
+        return scores
+
+    def _finish(self, scores: torch.Tensor, tile: Tile, careful: bool) -> torch.Tensor:
         if self.bias is not None:
             bias = self.bias[tile.b, tile.h, tile.rows, tile.columns]
             scores.add_(bias)

@@ -13,11 +13,13 @@ import torch
 
 from ropegraph.engines.torch_executor.band import Band
 
-# Elements of one tile of logits: small enough to stay in cache between the passes over it.
-TILE_ELEMS = 1 << 20
+# Elements of one tile of logits, a thread: small enough to stay in cache between the passes over
+# it.  A GPU has no such wish; there fewer launches count.
+TILE_ELEMS = 1 << 18
+GPU_TILE_ELEMS = 1 << 24
 # Fewer rows than this make the matrix products slow; a tile then grows up to the hard limit.
 MIN_ROWS = 64
-MAX_TILE_ELEMS = 1 << 23
+MAX_TILE_ELEMS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,27 @@ class Group:
         return self.b, slice(self.h.start // ratio, self.h.stop // ratio)
 
 
-def groups(shape: Shape, band: Band) -> Iterator[Group]:
+def tile_elems(device: torch.device) -> int:
+    """How many elements a tile of logits should have on this device."""
+    if device.type != "cpu":
+        return GPU_TILE_ELEMS
+    return min(MAX_TILE_ELEMS, TILE_ELEMS * torch.get_num_threads())
+
+
+def groups(shape: Shape, band: Band, elems: int) -> Iterator[Group]:
     """Cut batches and heads so that a tile of a useful number of rows stays in cache."""
     if 0 in (shape.b, shape.h_q, shape.s_q):
         return
     widest = max(1, min(shape.s_kv, _band_width(band, shape)))
     unit = shape.head_unit
     per_unit = unit * min(shape.s_q, MIN_ROWS) * widest
-    n_heads = unit * max(1, min(shape.h_q // unit, TILE_ELEMS // per_unit))
+    n_heads = unit * max(1, min(shape.h_q // unit, elems // per_unit))
     n_batches = 1
     if n_heads == shape.h_q:
-        n_batches = max(1, min(shape.b, TILE_ELEMS // (shape.h_q * shape.s_q * widest)))
+        n_batches = max(1, min(shape.b, elems // (shape.h_q * shape.s_q * widest)))
     row_elems = n_batches * n_heads * widest
     least = min(MIN_ROWS, MAX_TILE_ELEMS // row_elems)
-    n_rows = max(1, least, min(shape.s_q, TILE_ELEMS // row_elems))
+    n_rows = max(1, least, min(shape.s_q, elems // row_elems))
     for b0 in range(0, shape.b, n_batches):
         for h0 in range(0, shape.h_q, n_heads):
             b1, h1 = min(shape.b, b0 + n_batches), min(shape.h_q, h0 + n_heads)
@@ -117,4 +126,5 @@ def _band_width(band: Band, shape: Shape) -> int:
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[b, h, rows, c] as [b * heads, h / heads * rows, c]: the q heads of a group as more rows."""
-    return x.reshape(x.shape[0] * heads, -1, x.shape[-1])
+    b, h, rows, c = x.shape
+    return x.reshape(b * heads, h // heads * rows, c)

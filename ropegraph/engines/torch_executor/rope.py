@@ -139,9 +139,7 @@ class FreqsGradStep:
 
     def __init__(self, step: Step, attrs: RopeFreqsGrad) -> None:
         self.attrs = attrs
-        self.x, self.dy, self.freqs, self.out = map(
-            step.slot, ("input", "dY", "freqs", "dfreqs")
-        )
+        self.x, self.dy, self.freqs, self.out = map(step.slot, ("input", "dY", "freqs", "dfreqs"))
         factor = attrs.output_scale * attrs.attention_factor
         self.factor = -factor if attrs.inverse else factor
 

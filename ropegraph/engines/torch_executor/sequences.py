@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
 
 from torch import Tensor
 
@@ -13,13 +15,15 @@ from ropegraph.lowering.engine import Step
 
 def read_starts(offsets: Tensor, value: Value) -> list[int]:
     """The [b + 1] element offsets as host numbers.  Raises PositionError if they decrease."""
-    starts = [int(x) * value.ragged_multiplier for x in offsets.reshape(-1).tolist()]
+    starts = [
+        int(x) * value.ragged_multiplier for x in cast("list[int]", offsets.reshape(-1).tolist())
+    ]
     if starts and starts[0] < 0:
         raise PositionError(
             f"{value.ragged_offset!r}: the first offset of {value.name!r} is {starts[0]}; "
             "offsets count elements from the start of the buffer"
         )
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(starts)):
         if end < start:
             raise PositionError(
                 f"{value.ragged_offset!r}: offsets of {value.name!r} decrease at sequence {i}, "
@@ -31,10 +35,7 @@ def read_starts(offsets: Tensor, value: Value) -> list[int]:
 def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
     """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
     s, stride_s = value.dim[2], value.stride[2]
-    return [
-        min(s, (end - start) // max(stride_s, 1))
-        for start, end in zip(starts, starts[1:], strict=False)
-    ]
+    return [min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)]
 
 
 def views(
