@@ -74,8 +74,8 @@ def halves(node: Node[Op], pair: RopePair) -> tuple[Node[Op], Node[Op]]:
         Node[Op](
             f"{node.name}.{i}",
             part,
-            merged_ports(pair, node.inputs, i),
-            merged_ports(pair, node.outputs, i),
+            merged_ports(node.inputs, i),
+            merged_ports(node.outputs, i),
         )
         for i, part in enumerate(pair.parts)
     )

@@ -114,7 +114,7 @@ def entry(plan: BuiltPlan) -> tuple[list[int], Callable[[Array[c_void_p], int, A
         run = inner._execute_with_raw_ptrs
         chosen: int = graph.plans[plan.index].cpp_index
     except AttributeError:
-        return plan.uids, _public(plan)
+        return plan.uids, public_entry(plan)
     count = len(uids)
 
     def call(pointers: Array[c_void_p], workspace: int, handle: Any) -> None:
@@ -123,7 +123,9 @@ def entry(plan: BuiltPlan) -> tuple[list[int], Callable[[Array[c_void_p], int, A
     return uids, call
 
 
-def _public(plan: BuiltPlan) -> Callable[[Array[c_void_p], int, Any], None]:
+def public_entry(plan: BuiltPlan) -> Callable[[Array[c_void_p], int, Any], None]:
+    """FE's documented call, for the uids as they were recorded."""
+
     def call(pointers: Array[c_void_p], workspace: int, handle: Any) -> None:
         addresses = [int(p or 0) for p in pointers]
         plan.graph.execute(dict(zip(plan.uids, addresses, strict=True)), workspace, handle)
