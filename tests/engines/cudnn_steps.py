@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+import pytest
+
 from ropegraph.dtypes import DType
+from ropegraph.engines.cudnn_sdpa.frontend import Frontend, load
 from ropegraph.ir.graph import Node, Value
 from ropegraph.ir.ops import Sdpa, SdpaBackward
 from ropegraph.lowering.engine import Device, Step
@@ -14,6 +18,13 @@ from ropegraph.lowering.engine import Device, Step
 H200 = Device("cuda", 0, sm=90, cudnn=92600)
 B200 = Device("cuda", 0, sm=100, cudnn=92600)
 A100 = Device("cuda", 0, sm=80, cudnn=92600)
+
+
+def frontend() -> Frontend:
+    """cuDNN Frontend. There is no wheel of it for macOS; everywhere else it must be installed."""
+    if sys.platform == "darwin":
+        pytest.skip("nvidia-cudnn-frontend has no wheel for macOS", allow_module_level=True)
+    return load()
 
 
 def on(device: Device, version: int) -> Device:

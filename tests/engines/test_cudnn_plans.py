@@ -19,6 +19,7 @@ from ropegraph.engines.cudnn_sdpa.repair import repair_of
 from ropegraph.errors import UnsupportedError
 from ropegraph.ir.ops import Sdpa, SdpaBackward
 from tests.engines.cudnn_steps import H200, packed, step
+from tests.engines.cudnn_steps import frontend as installed_frontend
 
 
 class FakeFrontend:
@@ -86,6 +87,7 @@ def test_a_plan_is_built_once_and_the_oldest_is_forgotten(monkeypatch: pytest.Mo
 def test_without_a_backend_compile_says_why_in_the_words_of_the_backend() -> None:
     if torch.cuda.is_available():
         pytest.skip("this is about a machine without a GPU")
+    installed_frontend()
     with pytest.raises(UnsupportedError, match="cuDNN has no plan") as caught:
         CudnnSdpa().compile(step(Sdpa()), H200)
     assert caught.value.__cause__ is not None

@@ -7,26 +7,26 @@ from math import log
 from typing import Any
 
 import pytest
+import torch
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cudnn_sdpa.frontend import load
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe, recipe_of
 from ropegraph.engines.cudnn_sdpa.record import record
 from ropegraph.ir.ops import Sdpa, SdpaBackward
 from ropegraph.lowering.engine import Step
-from tests.engines.cudnn_steps import H200, lengths, packed, ragged, scalar, step
+from tests.engines.cudnn_steps import H200, frontend, lengths, packed, ragged, scalar, step
 
-FE = load()
+FE = frontend()
 CAUSAL = {"attn_scale": 0.125, "right_bound": 0}
 OFFSETS = {"starts": packed("starts", (3, 1, 1, 1), DType.INT64)}
 
 
-def recorded(made: Step, validate: bool = True) -> dict[str, Any]:
+def recorded(made: Step) -> dict[str, Any]:
     """The one node of the graph, its tensors by port, and the recipe."""
     recipe = recipe_of(made, H200)
     graph: Any = record(FE, recipe)
-    if validate:
-        graph.validate()
+    if not torch.cuda.is_available():
+        graph.validate()  # by FE's own rules; with a GPU the backend's version has a say too
     (node,) = graph.inspect()["nodes"]
     ports = {**graph.nodes[0].inputs, **graph.nodes[0].outputs}
     return {"params": dict(node["params"]), "type": node["type"], "ports": ports, "recipe": recipe}

@@ -11,13 +11,14 @@ from ropegraph.engines.cudnn_rope_sdpa import native
 from ropegraph.engines.cudnn_rope_sdpa.engine import CudnnRopeSdpa
 from ropegraph.engines.cudnn_rope_sdpa.record import record, uids_of
 from ropegraph.engines.cudnn_rope_sdpa.rules import why_not
-from ropegraph.engines.cudnn_sdpa.frontend import load
 from ropegraph.errors import UnsupportedError
 from ropegraph.ir.graph import Graph
 from ropegraph.lowering.choose import slots_of
 from ropegraph.lowering.engine import Device, Step
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
+from tests.engines.cudnn_steps import frontend
 
+FE = frontend()
 H200 = Device("cuda", 0, sm=90, cudnn=92800)
 B, HQ, HK, S, D = 2, 4, 2, 128, 64
 TYPES = {"io_data_type": "bfloat16", "intermediate_data_type": "float32"}
@@ -58,7 +59,7 @@ def backward(is_bound: bool = True) -> Graph:
 
 def inspected(graph: Graph) -> tuple[dict[str, Any], dict[str, Any]]:
     """Nodes and tensors by name."""
-    found = record(load(), graph, H200).inspect()
+    found = record(FE, graph, H200).inspect()
     return {node["name"]: node for node in found["nodes"]}, found["tensors"]
 
 
