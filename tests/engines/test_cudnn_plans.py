@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ropegraph.engines.cudnn_sdpa import frontend, handles, plans, version
+from ropegraph.engines.cudnn_sdpa import frontend, handles, places, plans, version
 from ropegraph.engines.cudnn_sdpa.engine import CudnnSdpa
 from ropegraph.engines.cudnn_sdpa.places import places_of
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe, recipe_of
 from ropegraph.engines.cudnn_sdpa.repair import repair_of
 from ropegraph.errors import UnsupportedError
 from ropegraph.ir.ops import Sdpa, SdpaBackward
-from tests.engines.cudnn_steps import H200, packed, step
+from tests.engines.cudnn_steps import H200, lengths, packed, step
 from tests.engines.cudnn_steps import frontend as installed_frontend
 
 
@@ -123,12 +123,12 @@ def test_the_workspace_holds_cudnns_part_then_outputs_nobody_reads() -> None:
     made = step(SdpaBackward())
     recipe = recipe_of(replace(made, node=replace(made.node, outputs={"dQ": "dQ"})), H200)
     uids = [uid for uid, _, _ in recipe]
-    places = places_of(recipe, uids, cudnn_bytes=1000)
-    starts = [start for _, start in places.in_scratch]
+    placed = places_of(recipe, uids, cudnn_bytes=1000)
+    starts = [start for _, start in placed.in_scratch]
     size = 2 * 2 * 264 * 64 * 2
     assert starts == [1024, 1024 + size]
-    assert places.workspace_bytes == 1024 + 2 * size
-    assert {slot for _, slot in places.buffers} == {
+    assert placed.workspace_bytes == 1024 + 2 * size
+    assert {slot for _, slot in placed.buffers} == {
         made.slot(p) for p in ("q", "k", "v", "o", "dO", "stats", "dQ")
     }
 
@@ -137,35 +137,57 @@ def test_pointers_take_the_order_of_the_uids_and_skip_what_is_not_bound() -> Non
     made = step(Sdpa())
     recipe = recipe_of(made, H200)
     by_port = {operand.port: uid for uid, operand, _ in recipe}
-    places = places_of(recipe, [by_port["O"], by_port["k"], by_port["q"]], cudnn_bytes=0)
-    assert sorted(places.buffers) == [
+    placed = places_of(recipe, [by_port["O"], by_port["k"], by_port["q"]], cudnn_bytes=0)
+    assert sorted(placed.buffers) == [
         (0, made.slot("O")), (1, made.slot("k")), (2, made.slot("q"))
     ]  # fmt: skip
-    assert places.workspace_bytes == 256
+    assert placed.workspace_bytes == 256
 
 
 def test_stats_of_minus_infinity_become_plus_infinity_in_a_copy() -> None:
     made = step(SdpaBackward(), extra={"bias": packed("bias", (1, 4, 200, 264))})
     recipe = recipe_of(made, H200)
-    places = places_of(recipe, [uid for uid, _, _ in recipe], cudnn_bytes=256)
-    repair = repair_of(recipe, places)
+    placed = places_of(recipe, [uid for uid, _, _ in recipe], cudnn_bytes=256)
+    repair = repair_of(recipe, placed)
     assert repair is not None
     assert repair.fills == ()
-    scratch = torch.zeros(places.workspace_bytes, dtype=torch.uint8)
+    scratch = torch.zeros(placed.workspace_bytes, dtype=torch.uint8)
     stats = torch.randn(2, 4, 200, 1)
     stats[0, 1, 5], stats[1, 2, 7], stats[1, 0, 0] = -torch.inf, torch.nan, torch.inf
     env = [torch.empty(0)] * len(made.slots)
     env[made.slot("stats")] = before = stats.clone()
     repair(env, scratch)
-    assert places.stats_start is not None
-    copy = scratch[places.stats_start :][: 4 * stats.numel()].view(torch.float32).view(stats.shape)
+    start = placed.copies["stats"]
+    copy = scratch[start:][: 4 * stats.numel()].view(torch.float32).view(stats.shape)
     expected = stats.masked_fill(stats == -torch.inf, torch.inf)
     torch.testing.assert_close(copy, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(before, stats, rtol=0, atol=0, equal_nan=True)
 
 
+def test_lengths_reach_cudnn_cut_to_their_tensors_and_rows_of_no_sequence_are_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "_offsets", lambda operand, index: torch.empty(0))
+    made = step(Sdpa(padding=True), extra=lengths(2))
+    recipe = recipe_of(made, H200)
+    placed = places_of(recipe, [uid for uid, _, _ in recipe], cudnn_bytes=0)
+    repair = repair_of(recipe, placed)
+    assert repair is not None
+    env = [torch.full((2, 3), torch.nan) for _ in made.slots]
+    env[made.slot("seq_len_q")] = torch.tensor([201, 7], dtype=torch.int32).view(2, 1, 1, 1)
+    env[made.slot("seq_len_kv")] = torch.tensor([-1, 10**9], dtype=torch.int32).view(2, 1, 1, 1)
+    scratch = torch.zeros(placed.workspace_bytes, dtype=torch.uint8)
+    repair(env, scratch)
+    for port, expected in (("seq_len_q", [200, 7]), ("seq_len_kv", [0, 264])):
+        start = placed.copies[port]
+        assert scratch[start : start + 8].view(torch.int32).tolist() == expected
+    assert (env[made.slot("O")] == 0).all()
+    assert env[made.slot("Stats")].isnan().all(), "a dense Stats is written whole by the kernel"
+    assert env[made.slot("q")].isnan().all()
+
+
 def test_nothing_is_repaired_where_no_row_can_be_hidden() -> None:
     for op in (Sdpa(right_bound=0), SdpaBackward(right_bound=0)):
         recipe = recipe_of(step(op), H200)
-        places = places_of(recipe, [uid for uid, _, _ in recipe], cudnn_bytes=0)
-        assert repair_of(recipe, places) is None
+        placed = places_of(recipe, [uid for uid, _, _ in recipe], cudnn_bytes=0)
+        assert repair_of(recipe, placed) is None

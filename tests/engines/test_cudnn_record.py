@@ -103,6 +103,12 @@ def test_the_band_keeps_corner_and_bounds(op: Any, name: str) -> None:
     assert not any(old in params for old in ("use_causal_mask", "sliding_window_length"))
 
 
+def test_bounds_past_every_key_fit_into_32_bits() -> None:
+    params = recorded(step(Sdpa(left_bound=2**40, right_bound=2**33)))["params"]
+    assert params["diagonal_band_left_bound"] == 464
+    assert params["diagonal_band_right_bound"] == 464
+
+
 @pytest.mark.parametrize("op", [Sdpa, SdpaBackward])
 def test_flags_are_off_unless_asked_for(op: Any) -> None:
     params = recorded(step(op(**CAUSAL)))["params"]

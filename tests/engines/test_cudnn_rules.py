@@ -87,6 +87,8 @@ CASES = (
     Case("rules.data_types", padded(extra=lengths(2, DType.INT64)), "seq_len_kv is int64"),
     Case("rules.data_types", fwd(extra={"bias": packed("bias", (1, 4, 200, 264), DType.HALF)}),
          "bias is fp16; cuDNN takes bf16 or fp32"),
+    Case("rules.data_types", padded(values={"seq_len_q": packed(
+        "seq_len_q", (2, 1, 1, 1), DType.INT32, is_host=True)}), "seq_len_q is passed by value"),
     Case("rules.data_types", fwd({**CAUSAL, "compute": DType.DOUBLE}), "computed in fp64"),
     Case("rules.sizes", fwd(b=0), "q [0, 4, 200, 64] is empty"),
     Case("rules.sizes", fwd(s_kv=0), "k [2, 2, 0, 64] is empty"),

@@ -127,6 +127,15 @@ def test_packed_tensors_may_be_padded() -> None:
     both_ways(given)
 
 
+def test_lengths_beyond_a_tensor_are_its_length() -> None:
+    given = padded("some")
+    wrong = {"seq_len_q": lengths(10**9, 131, 64), "seq_len_kv": lengths(264, 140, 129)}
+    want = forward(CUDNN, given)
+    given.inputs |= wrong
+    got = forward(CUDNN, given)
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
 def test_one_sequence_and_expanded_keys() -> None:
     given = problem(b=1, padding=True, **CAUSAL)
     given.inputs |= {"seq_len_q": lengths(131), "seq_len_kv": lengths(140)}

@@ -11,6 +11,8 @@ from ropegraph.lowering.engine import Device, Step
 
 # The tensors that the kernels read and write in 16-byte pieces.
 OPERANDS = ("q", "k", "v", "o", "dO", "O", "dQ", "dK", "dV")
+# The tensors of one number, which may also be passed by value.
+SCALARS = ("attn_scale", "seed", "offset")
 
 
 def version_name(number: int) -> str:

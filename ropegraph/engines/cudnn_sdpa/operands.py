@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cudnn_sdpa.facts import OPERANDS
+from ropegraph.engines.cudnn_sdpa.facts import OPERANDS, SCALARS
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import Attention, Sdpa, SdpaBackward
 from ropegraph.lowering.engine import Step
@@ -14,7 +14,6 @@ from ropegraph.lowering.memory import span_bytes
 # Outputs that cuDNN writes whether or not the graph reads them; whose rows and width each has.
 _OF_FORWARD = {"O": ("q", "v")}
 _OF_BACKWARD = {"dQ": ("q", "q"), "dK": ("k", "k"), "dV": ("v", "v")}
-SCALARS = ("attn_scale", "seed", "offset")
 # The scale reaches cuDNN in fp32. Its kernels hide slots before they scale, so a scale of 0 or less
 # turns the -inf of a hidden slot into NaN or +inf (measured: 9.19 on sm_90).
 SCALE_RANGE = (2.0**-100, 2.0**100)

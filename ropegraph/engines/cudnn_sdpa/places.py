@@ -19,14 +19,14 @@ class Places:
 
     buffers: from a slot of the environment.  offsets: made here, once.  host_scale: a number that
     is converted on its way.  in_scratch: at a byte of the workspace, behind cuDNN's own part.
-    stats_start: where the copy of the Stats lies in it, if one is made.
+    copies: port -> the byte at which repair.py puts a mended copy of it.
     """
 
     buffers: tuple[tuple[int, int], ...]
     offsets: tuple[tuple[int, torch.Tensor], ...]
     host_scale: tuple[int, int] | None
     in_scratch: tuple[tuple[int, int], ...]
-    stats_start: int | None
+    copies: dict[str, int]
     workspace_bytes: int
 
 
@@ -37,7 +37,7 @@ def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
     offsets: list[tuple[int, torch.Tensor]] = []
     in_scratch: list[tuple[int, int]] = []
     host_scale: tuple[int, int] | None = None
-    stats_start: int | None = None
+    copies: dict[str, int] = {}
     size = _aligned(max(cudnn_bytes, 1))
     for uid, operand, slot in recipe:
         place = order.get(uid)
@@ -50,13 +50,13 @@ def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
         elif operand.spare_bytes:
             in_scratch.append((place, size))
             size += _aligned(operand.spare_bytes)
-        elif operand.port == "stats" and recipe.copies_stats:
-            stats_start = size
+        elif copied := recipe.copied_bytes(operand):
+            copies[operand.port] = size
             in_scratch.append((place, size))
-            size += _aligned(recipe.stats_bytes)
+            size += _aligned(copied)
         else:
             buffers.append((place, slot))
-    return Places(tuple(buffers), tuple(offsets), host_scale, tuple(in_scratch), stats_start, size)
+    return Places(tuple(buffers), tuple(offsets), host_scale, tuple(in_scratch), copies, size)
 
 
 def _offsets(operand: Operand, index: int) -> torch.Tensor:

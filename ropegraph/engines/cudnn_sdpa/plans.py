@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import torch
+
 from ropegraph.engines.cudnn_sdpa.frontend import FeGraph, Frontend, load
 from ropegraph.engines.cudnn_sdpa.handles import handle_of
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe
@@ -70,9 +72,10 @@ def build(recipe: Recipe, name: str) -> BuiltPlan:
     failure: Exception | None = None
     for implementation in attempts:
         try:
-            handle = handle_of(fe, recipe.device.index, 0)
-            graph = record(fe, recipe, handle, implementation)
-            index = finish(fe, graph)
+            with torch.cuda.device(recipe.device.index):
+                handle = handle_of(fe, recipe.device.index, 0)
+                graph = record(fe, recipe, handle, implementation)
+                index = finish(fe, graph)
             uids = [uid for uid, _, _ in recipe]
             return BuiltPlan(fe, graph, index, uids, graph.get_workspace_size())
         except (fe.cudnnGraphNotSupportedError, ValueError, RuntimeError) as error:  # noqa: PERF203

@@ -20,6 +20,7 @@ class Recipe:
     """A node, its tensors and its device.  Equal recipes run on one plan.
 
     attn_scale: ln 2 included; None when the port ``attn_scale`` carries it (times scale_unit).
+    most_rows: s_q and s_kv, the longest that a sequence can be.
     slots: the slot of each operand, -1 for a spare one; no part of the identity, as the place
     of a buffer is not recorded.
     """
@@ -35,6 +36,7 @@ class Recipe:
     padding: bool
     dropout_p: float
     max_seq_len_kv: int | None
+    most_rows: tuple[int, int]
     deterministic: bool
     device: Device
     slots: tuple[int, ...] = field(compare=False)
@@ -44,20 +46,20 @@ class Recipe:
         pairs = zip(self.operands, self.slots, strict=True)
         return ((i, operand, slot) for i, (operand, slot) in enumerate(pairs, 1))
 
-    @property
-    def copies_stats(self) -> bool:
-        """True where a bias may hide a whole row: see repair.py.
+    def copied_bytes(self, operand: Operand) -> int:
+        """Bytes of the mended copy that cuDNN reads instead of ``operand``; 0 for none.
 
-        A ragged Stats is left alone, as only its offsets know its extent.
+        Of lengths, and of Stats where a bias may hide a whole row: see repair.py. A ragged Stats
+        is left alone, as only its offsets know its extent.
         """
-        ports = {operand.port: operand for operand in self.operands}
-        is_dense = "stats" in ports and not ports["stats"].ragged
-        return is_dense and "bias" in ports and "sink_token" not in ports
-
-    @property
-    def stats_bytes(self) -> int:
-        stats = next(operand for operand in self.operands if operand.port == "stats")
-        return 4 * (1 + sum((n - 1) * s for n, s in zip(stats.dim, stats.stride, strict=True)))
+        if operand.port in ("seq_len_q", "seq_len_kv"):
+            return 4 * operand.dim[0]
+        ports = {each.port for each in self.operands}
+        is_risky = "bias" in ports and "sink_token" not in ports
+        if operand.port != "stats" or operand.ragged or not is_risky:
+            return 0
+        pairs = zip(operand.dim, operand.stride, strict=True)
+        return 4 * (1 + sum((n - 1) * stride for n, stride in pairs))
 
     @property
     def io(self) -> DType:
@@ -69,18 +71,26 @@ def recipe_of(step: Step, device: Device) -> Recipe:
     attrs = cast(Attention, step.node.attrs)
     unit = LN2 if attrs.softmax_input_is_log2 else 1.0
     operands, slots = operands_of(step, attrs)
+    # FE narrows bounds to 32 bits. One that reaches past every key reaches as far at this.
+    paged = attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None
+    s_q, s_kv = step.value("q").dim[2], step.value("k").dim[2] if paged is None else paged
+    bounds = [
+        None if bound is None else min(bound, s_q + s_kv)
+        for bound in (attrs.left_bound, attrs.right_bound)
+    ]
     return Recipe(
         is_backward=isinstance(attrs, SdpaBackward),
         operands=tuple(operands),
         attn_scale=None if attrs.attn_scale is None else attrs.attn_scale * unit,
         scale_unit=unit,
-        left_bound=attrs.left_bound,
-        right_bound=attrs.right_bound,
+        left_bound=bounds[0],
+        right_bound=bounds[1],
         bottom_right=attrs.bottom_right,
         alibi=attrs.alibi,
         padding=attrs.padding,
         dropout_p=attrs.dropout_p or 0.0,
-        max_seq_len_kv=attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None,
+        max_seq_len_kv=paged,
+        most_rows=(s_q, s_kv),
         deterministic=isinstance(attrs, SdpaBackward) and attrs.deterministic,
         device=device,
         slots=tuple(slots),

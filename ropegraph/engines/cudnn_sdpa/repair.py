@@ -2,6 +2,7 @@
 
 Rows of no sequence: the kernels leave O and the gradients of such rows as they are, and of
 sequences with nothing to attend to as well; they are to be zero (Stats -inf), so they are filled.
+Lengths: one beyond its tensor would be read past the end, so cuDNN is given them cut to fit.
 Stats of -inf: a row that a bias of -inf hides whole has logits of -inf, and exp(-inf - -inf) is
 NaN. With +inf in its place it is 0, the right weight.
 """
@@ -21,18 +22,26 @@ from ropegraph.engines.cudnn_sdpa.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class StatsCopy:
-    """Stats at slot -> workspace, with +inf for -inf; one launch."""
+class Copy:
+    """An input at slot -> bytes [start, start + size) of the workspace, mended; one launch.
+
+    most: the longest that a length may be; None for Stats, whose -inf becomes +inf.
+    """
 
     slot: int
     start: int
-    operand: Operand
     size: int
+    operand: Operand
+    most: int | None
 
     def __call__(self, env: Sequence[Any], scratch: torch.Tensor) -> None:
-        room = scratch[self.start : self.start + self.size].view(torch.float32)
+        given: torch.Tensor = env[self.slot]
+        room = scratch[self.start : self.start + self.size].view(given.dtype)
         copy = room.as_strided(self.operand.dim, self.operand.stride)
-        torch.nan_to_num(env[self.slot], nan=nan, posinf=inf, neginf=inf, out=copy)
+        if self.most is None:
+            torch.nan_to_num(given, nan=nan, posinf=inf, neginf=inf, out=copy)
+        else:
+            torch.clamp(given, min=0, max=self.most, out=copy)
 
 
 @dataclass(frozen=True)
@@ -40,13 +49,13 @@ class Repair:
     """fills: (slot, value) of the outputs to fill."""
 
     fills: tuple[tuple[int, float], ...]
-    stats: StatsCopy | None
+    copies: tuple[Copy, ...]
 
     def __call__(self, env: Sequence[Any], scratch: torch.Tensor) -> None:
         for slot, value in self.fills:
             env[slot].fill_(value)
-        if self.stats is not None:
-            self.stats(env, scratch)
+        for copy in self.copies:
+            copy(env, scratch)
 
 
 def repair_of(recipe: Recipe, places: Places) -> Repair | None:
@@ -56,8 +65,16 @@ def repair_of(recipe: Recipe, places: Places) -> Repair | None:
         for _, operand, slot in recipe
         if recipe.padding and operand.is_output and operand.ragged and slot >= 0
     )
-    stats: StatsCopy | None = None
-    if places.stats_start is not None:
-        operand, slot = next((o, s) for _, o, s in recipe if o.port == "stats")
-        stats = StatsCopy(slot, places.stats_start, operand, recipe.stats_bytes)
-    return Repair(fills, stats) if fills or stats is not None else None
+    most: dict[str, int] = dict(zip(("seq_len_q", "seq_len_kv"), recipe.most_rows, strict=True))
+    copies = tuple(
+        Copy(
+            slot,
+            places.copies[operand.port],
+            recipe.copied_bytes(operand),
+            operand,
+            most.get(operand.port),
+        )
+        for _, operand, slot in recipe
+        if operand.port in places.copies
+    )
+    return Repair(fills, copies) if fills or copies else None

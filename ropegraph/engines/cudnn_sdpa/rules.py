@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ropegraph.dtypes import DType, short
-from ropegraph.engines.cudnn_sdpa.facts import OPERANDS, Facts, version_name
+from ropegraph.engines.cudnn_sdpa.facts import OPERANDS, SCALARS, Facts, version_name
 
 Rule = Callable[[Facts], Iterator[str]]
 ALIGNMENT_BYTES = 16
@@ -50,6 +50,9 @@ def data_types(f: Facts) -> Iterator[str]:
     for port, value in f.present(("bias", "dBias")):
         if value.dtype not in (io, DType.FLOAT):
             yield f"{port} is {short(value.dtype)}; cuDNN takes {short(io)} or fp32"
+    for port, name in f.step.node.inputs.items():
+        if f.step.values[name].is_host and port not in SCALARS:
+            yield f"{port} is passed by value; cuDNN reads it on the device"
     if f.attrs.compute is DType.DOUBLE:
         yield "it is to be computed in fp64; cuDNN computes in fp32"
 
