@@ -156,7 +156,7 @@ def test_stats_of_minus_infinity_become_plus_infinity_in_a_copy() -> None:
     stats[0, 1, 5], stats[1, 2, 7], stats[1, 0, 0] = -torch.inf, torch.nan, torch.inf
     env = [torch.empty(0)] * len(made.slots)
     env[made.slot("stats")] = before = stats.clone()
-    repair(env, scratch)
+    repair(env, repair.rooms(scratch))
     start = placed.copies["stats"]
     copy = scratch[start:][: 4 * stats.numel()].view(torch.float32).view(stats.shape)
     expected = stats.masked_fill(stats == -torch.inf, torch.inf)
@@ -177,7 +177,7 @@ def test_lengths_reach_cudnn_cut_to_their_tensors_and_rows_of_no_sequence_are_fi
     env[made.slot("seq_len_q")] = torch.tensor([201, 7], dtype=torch.int32).view(2, 1, 1, 1)
     env[made.slot("seq_len_kv")] = torch.tensor([-1, 10**9], dtype=torch.int32).view(2, 1, 1, 1)
     scratch = torch.zeros(placed.workspace_bytes, dtype=torch.uint8)
-    repair(env, scratch)
+    repair(env, repair.rooms(scratch))
     for port, expected in (("seq_len_q", [200, 7]), ("seq_len_kv", [0, 264])):
         start = placed.copies[port]
         assert scratch[start : start + 8].view(torch.int32).tolist() == expected

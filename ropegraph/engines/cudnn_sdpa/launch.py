@@ -31,7 +31,15 @@ class _Local(threading.local):
     def __init__(self, count: int) -> None:
         self.pointers: Array[c_void_p] = (c_void_p * count)()
         self.scale = c_float()
-        self.scratch: dict[int, torch.Tensor] = {}
+        self.scratch: dict[int, _Scratch] = {}
+
+
+class _Scratch:
+    """A workspace, its address, and where the repair's copies lie in it."""
+
+    def __init__(self, memory: torch.Tensor, repair: Repair | None) -> None:
+        self.memory, self.address = memory, memory.data_ptr()
+        self.rooms = [] if repair is None else repair.rooms(memory)
 
 
 class Launch:
@@ -69,26 +77,25 @@ class Launch:
             local.scale.value = self._scale(float(env[slot]))
             pointers[place] = addressof(local.scale)
         scratch = self._scratch(stream)
-        address = scratch.data_ptr()
         for place, start in places.in_scratch:
-            pointers[place] = address + start
+            pointers[place] = scratch.address + start
         if self.repair is not None:
-            self._repair(self.repair, env, scratch, stream)
+            self._repair(self.repair, env, scratch.rooms, stream)
         handle = handle_of(self.plan.fe, self.index, stream)
         try:
-            self.call(pointers, address, handle)
+            self.call(pointers, scratch.address, handle)
         except (RuntimeError, ValueError) as error:
             raise GraphError(f"node {self.name!r}: cuDNN refused to run: {error}") from error
 
     def _repair(
-        self, repair: Repair, env: Sequence[Any], scratch: torch.Tensor, stream: int
+        self, repair: Repair, env: Sequence[Any], rooms: list[torch.Tensor], stream: int
     ) -> None:
         # Entering a stream costs 40 us of host time, so it is not entered twice.
         if torch.cuda.current_stream(self.index).cuda_stream == stream:
-            repair(env, scratch)
+            repair(env, rooms)
             return
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index)):
-            repair(env, scratch)
+            repair(env, rooms)
 
     def _scale(self, given: float) -> float:
         if not is_usable_scale(given):
@@ -98,14 +105,14 @@ class Launch:
             )
         return given * self.scale_unit
 
-    def _scratch(self, stream: int) -> torch.Tensor:
+    def _scratch(self, stream: int) -> _Scratch:
         found = self.local.scratch.get(stream)
         if found is None:
             # Made on the stream that uses it, so that its memory is never handed on too early.
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index)):
                 size, device = self.workspace_bytes, f"cuda:{self.index}"
-                found = torch.empty(size, dtype=torch.uint8, device=device)
-            self.local.scratch[stream] = found
+                memory = torch.empty(size, dtype=torch.uint8, device=device)
+            found = self.local.scratch[stream] = _Scratch(memory, self.repair)
         return found
 
 

@@ -34,14 +34,17 @@ class Copy:
     operand: Operand
     most: int | None
 
-    def __call__(self, env: Sequence[Any], scratch: torch.Tensor) -> None:
-        given: torch.Tensor = env[self.slot]
-        room = scratch[self.start : self.start + self.size].view(given.dtype)
-        copy = room.as_strided(self.operand.dim, self.operand.stride)
+    def room(self, scratch: torch.Tensor) -> torch.Tensor:
+        """Where the copy lies."""
+        dtype = getattr(torch, self.operand.dtype.torch_name)
+        flat = scratch[self.start : self.start + self.size].view(dtype)
+        return flat.as_strided(self.operand.dim, self.operand.stride)
+
+    def __call__(self, env: Sequence[Any], room: torch.Tensor) -> None:
         if self.most is None:
-            torch.nan_to_num(given, nan=nan, posinf=inf, neginf=inf, out=copy)
+            torch.nan_to_num(env[self.slot], nan=nan, posinf=inf, neginf=inf, out=room)
         else:
-            torch.clamp(given, min=0, max=self.most, out=copy)
+            torch.clamp(env[self.slot], min=0, max=self.most, out=room)
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,15 @@ class Repair:
     fills: tuple[tuple[int, float], ...]
     copies: tuple[Copy, ...]
 
-    def __call__(self, env: Sequence[Any], scratch: torch.Tensor) -> None:
+    def rooms(self, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Where the copies lie in a workspace: found once for each, as it costs host time."""
+        return [copy.room(scratch) for copy in self.copies]
+
+    def __call__(self, env: Sequence[Any], rooms: Sequence[torch.Tensor]) -> None:
         for slot, value in self.fills:
             env[slot].fill_(value)
-        for copy in self.copies:
-            copy(env, scratch)
+        for copy, room in zip(self.copies, rooms, strict=True):
+            copy(env, room)
 
 
 def repair_of(recipe: Recipe, places: Places) -> Repair | None:
