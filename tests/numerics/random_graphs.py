@@ -268,10 +268,10 @@ class _Nodes:
         x: Any = self.t[branch.source]
         for stage in stages(branch):
             if stage not in self.made:
-                self.made[stage] = self._stage(stage, x, branch)
+                self.made[stage] = self._stage(stage, x, branch).set_name(name_of(stage))
             x = self.made[stage]
             if stage[-1] in branch.sees:
-                x.set_output(True).set_name(name_of(stage))
+                x.set_output(True)
         return x
 
     def _stage(self, stage: tuple[Any, ...], x: Any, branch: Branch) -> Any:
@@ -298,16 +298,22 @@ def name_of(stage: tuple[Any, ...]) -> str:
     return f"{stage[0]}_{stage[-1]}_{hash(stage) % 99991}"
 
 
+def read_by_attention(p: Problem) -> list[str]:
+    """The names of the rotated or scaled values that attentions read."""
+    return sorted({name_of(stages(b)[-1]) for b in p.branches if stages(b)})
+
+
 def seen(p: Problem) -> set[str]:
     """The names of the values inside branches that the caller binds."""
     return {name_of(s) for b in p.branches for s in stages(b) if s[-1] in b.sees}
 
 
 def evaluate(p: Problem, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """O, Stats and every rotated input by the oracle, and d<x> of every leaf for given do<i>."""
+    """O and Stats by the oracle, and d<x> of every leaf and stage of a branch for given do<i>."""
     leaves = {n: oracle.leaf(given[n]) for n in p.leaves}
-    made = {b.name: _evaluate_branch(b, leaves[b.source], given) for b in p.branches}
-    found = dict(made)
+    inner: dict[Any, Tensor] = {}
+    made = {b.name: _evaluate_branch(b, leaves[b.source], given, inner) for b in p.branches}
+    found: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
     for i, a in enumerate(p.attends):
         left, right, bottom_right = a.band
@@ -340,26 +346,35 @@ def evaluate(p: Problem, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         o = o if a.after is None else a.after * o
         found |= {f"o{i}": o, f"stats{i}": stats}
         total = total + (o * given[f"do{i}"].double()).sum()
-    grads = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
-    found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    wanted = leaves | {name_of(stage): x for stage, x in inner.items()}
+    grads = torch.autograd.grad(total, tuple(wanted.values()), materialize_grads=True)
+    found |= {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
     return {name: x.detach() for name, x in found.items()}
 
 
-def _evaluate_branch(branch: Branch, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    x = x if branch.before is None else branch.before * x
-    if branch.turn is not None:
-        turn = branch.turn
-        table = given[_table_name(branch)][: x.shape[2]]
-        half = turn.rope_dim // 2
-        angles = table[..., :half] if turn.table_layout == "first_half" else table[..., ::2]
-        x = oracle.rope(
-            x,
-            angles.permute(1, 2, 0, 3),
-            rope_offset=turn.rope_offset,
-            interleaved=turn.interleaved,
-            interleaved_output=turn.interleaved_output,
-            output_scale=turn.output_scale,
-            attention_factor=turn.attention_factor,
-            inverse=turn.inverse,
-        )
-    return x if branch.after is None else branch.after * x
+def _evaluate_branch(
+    branch: Branch, x: Tensor, given: Mapping[str, Tensor], made: dict[Any, Tensor]
+) -> Tensor:
+    for stage in stages(branch):
+        if stage not in made:
+            made[stage] = stage[-2] * x if stage[-1] != "turn" else _turned(branch, x, given)
+        x = made[stage]
+    return x
+
+
+def _turned(branch: Branch, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    assert branch.turn is not None
+    turn = branch.turn
+    table = given[_table_name(branch)][: x.shape[2]]
+    half = turn.rope_dim // 2
+    angles = table[..., :half] if turn.table_layout == "first_half" else table[..., ::2]
+    return oracle.rope(
+        x,
+        angles.permute(1, 2, 0, 3),
+        rope_offset=turn.rope_offset,
+        interleaved=turn.interleaved,
+        interleaved_output=turn.interleaved_output,
+        output_scale=turn.output_scale,
+        attention_factor=turn.attention_factor,
+        inverse=turn.inverse,
+    )
