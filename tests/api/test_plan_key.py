@@ -285,7 +285,8 @@ def other(value: Any) -> Any:
 def rich_graphs() -> list[IrGraph]:
     """Every op, a contract, ragged and host values, a score program."""
     r = Recorded(
-        sdpa={**PADDED, "attn_scale": 0.3, "dropout": (0.5, 1, 2), "softcap": 2.0}, graph={"fold": "q"}
+        sdpa={**PADDED, "attn_scale": 0.3, "dropout": (0.5, 1, 2), "softcap": 2.0},
+        graph={"fold": "q"},
     )
     backward = r.g.backward_graph(["o"], ["q", "k", "v"])
     graphs = [r.g.lowered.recorded, backward.lowered.recorded, backward.plan.graph]
