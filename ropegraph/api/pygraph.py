@@ -16,7 +16,7 @@ from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
 from ropegraph.compile import Lowered, compile_plan, device_of, engine_names, lower
-from ropegraph.dtypes import as_dtype
+from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir import serialize
@@ -80,13 +80,13 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             cuda_graph_retention=cuda_graph_retention,
         )
         refuse_unknown(where, given, _UNSERVED)
-        as_dtype(intermediate_data_type, f"{where}: intermediate_data_type")
+        as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(
             self,
             name,
             as_dtype(io_data_type, f"{where}: io_data_type"),
-            as_dtype(compute_data_type, f"{where}: compute_data_type"),
+            as_compute(compute_data_type, f"{where}: compute_data_type"),
         )
         self._handle = handle
         self._fold = as_choice(fold, f"{where}: fold", FOLDS)
@@ -184,8 +184,14 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if self._ir is None:
             if not self.recorder.nodes:
                 raise GraphError(f"graph {self.name!r} has no operation")
-            self._ir = self._freeze()
-            self.recorder.closed_by = "validate()"
+            frozen = self._freeze()
+            if not frozen.outputs:
+                raise GraphError(
+                    f"graph {self.name!r} has no output, so nothing would run; call "
+                    "set_output(True) on what you want written"
+                )
+            self.recorder.close(frozen, by="validate()")
+            self._ir = frozen
             self._index()
 
     def _freeze(self) -> IrGraph:

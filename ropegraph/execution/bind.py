@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ropegraph.dtypes import as_dtype, short
 from ropegraph.errors import GraphError
-from ropegraph.execution.overlap import disjoint, overlaps_itself
+from ropegraph.execution.overlap import disjoint, overlaps
 from ropegraph.ir.graph import Value
 from ropegraph.lowering.plan import Plan
 
@@ -152,7 +152,7 @@ class Binder:
                 if graph.is_virtual(output):
                     continue
                 mine = env[self.plan.slots[output]]
-                if overlaps_itself(mine):
+                if overlaps(mine.shape, mine.stride()):
                     raise GraphError(
                         f"the buffer of output {output!r} overlaps itself: shape "
                         f"{list(mine.shape)}, strides {list(mine.stride())}"
