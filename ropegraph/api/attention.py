@@ -205,8 +205,8 @@ class AttentionArguments:
                 as_count(total, f"{self.where}: {name}")
                 if not ragged:
                     raise GraphError(f"{self.where}: {name}={total} needs ragged q, k and v")
-        compute = as_compute(rest.pop("compute_data_type", None), f"{self.where}: compute_data_type")
-        self.attrs["compute"] = compute
+        compute = rest.pop("compute_data_type", None)
+        self.attrs["compute"] = as_compute(compute, f"{self.where}: compute_data_type")
         refuse_unknown(self.where, rest, unserved)
 
 

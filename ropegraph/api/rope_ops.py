@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropegraph.api.checks import as_number, refuse_unknown
+from ropegraph.api.checks import as_number, is_tensor, refuse_unknown
 from ropegraph.api.recording import Recorder, shaped_like
 from ropegraph.api.rotary import rotation
 from ropegraph.api.tensor import Tensor
@@ -115,7 +115,7 @@ class RopeOps:
         if as_compute(compute_data_type, f"{where}: compute_data_type") is DType.DOUBLE:
             raise GraphError(
                 f"{where}: compute_data_type={compute_data_type!r}; a product is computed in fp32, "
-                "in fp64 for fp64 input"
+                "in fp64 for fp64 input; leave it out"
             )
         factor = as_number(scale, f"{where}: scale")
         data = self.recorder.adopt(input, f"{where}: input")
@@ -126,7 +126,7 @@ class RopeOps:
         self, a: Any, b: Any, compute_data_type: object = None, name: str = "", **fe_arguments: Any
     ) -> Tensor:
         """a times b, where one of them is a host number."""
-        numbers = [x for x in (a, b) if isinstance(x, (int, float))]
+        numbers = [x for x in (a, b) if not (isinstance(x, Tensor) or is_tensor(x))]
         if len(numbers) != 1:
             raise GraphError(
                 f"mul {name!r}: a={a!r:.40}, b={b!r:.40}; "

@@ -20,7 +20,7 @@ _KEYWORDS: dict[str, tuple[str, ...]] = {
     "binary_select": ("input0", "input1", "mask"),
 }
 # What FE's relu takes beside its input, and what its pointwise methods take for the engine.
-_RELU = dict.fromkeys(("negative_slope", "lower_clip", "upper_clip"))
+_RELU: dict[str, None] = dict.fromkeys(("negative_slope", "lower_clip", "upper_clip"))
 _HINTS = ("name", "compute_data_type")
 
 
@@ -85,7 +85,8 @@ class ScoreTrace:
                 f"{len(args)} by position and {sorted(kwargs)} by name"
             )
         rest = {n: value for n, value in given.items() if n not in (*names, *_HINTS)}
-        refuse_unknown(f"{self.where}: score_mod {op}", rest, _RELU if op == "relu" else {})
+        defaults: dict[str, None] = _RELU if op == "relu" else {}
+        refuse_unknown(f"{self.where}: score_mod {op}", rest, defaults)
         operands = tuple(self._operand(op, given[name]) for name in names)
         return self._add(ir.Instruction(op, operands))
 
