@@ -39,9 +39,11 @@ class Runnable:
         """
         if stream is None:
             stream = torch.cuda.current_stream(self.device).cuda_stream if self._on_cuda else 0
-        env = self._environment(workspace, stream)
-        with torch.no_grad():
-            self.binder.bind(buffers, env)
+        # Inference mode, so that an arena made within the caller's serves outside of it as well.
+        with torch.inference_mode():
+            arena = None if workspace is None else self._as_arena(workspace)
+            env = self._own_layout(stream) if arena is None else self._layout(arena)
+            self.binder.bind(buffers, env, arena)
             if torch.is_autocast_enabled(self.plan.device.type):
                 # Autocast would round the products of angles and of scores to 16 bits.
                 with torch.autocast(self.plan.device.type, enabled=False):
@@ -70,16 +72,14 @@ class Runnable:
         values = (v for step in self.plan.steps[:steps] for v in step.node.outputs.values())
         return [v for v in values if not graph.is_virtual(v)]
 
-    def _environment(self, workspace: object, stream: int) -> list[Any]:
-        """A fresh list with every virtual value in its place, and room for the bound ones."""
-        if workspace is None:
-            templates: dict[int, list[Any]] = self._arenas.__dict__.setdefault("by_stream", {})
-            if stream not in templates:
-                size = self.plan.workspace_bytes
-                arena = torch.empty(size, dtype=torch.uint8, device=self.device)
-                templates[stream] = self._layout(arena)
-            return list(templates[stream])
-        return self._layout(self._as_arena(workspace))
+    def _own_layout(self, stream: int) -> list[Any]:
+        """The layout of an arena of our own: one a thread and stream, kept for the next call."""
+        templates: dict[int, list[Any]] = self._arenas.__dict__.setdefault("by_stream", {})
+        if stream not in templates:
+            size = self.plan.workspace_bytes
+            arena = torch.empty(size, dtype=torch.uint8, device=self.device)
+            templates[stream] = self._layout(arena)
+        return list(templates[stream])
 
     def _as_arena(self, workspace: object) -> Tensor:
         size = self.plan.workspace_bytes
@@ -99,6 +99,7 @@ class Runnable:
         return flat
 
     def _layout(self, arena: Tensor) -> list[Any]:
+        """A list with every virtual value in its place in the arena, and room for the others."""
         env: list[Any] = [None] * len(self.plan.slots)
         for name, start in self.plan.workspace.items():
             env[self.plan.slots[name]] = _place(arena, start, self.plan.graph.values[name])
