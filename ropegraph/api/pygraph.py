@@ -262,7 +262,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def get_workspace_size(self) -> int:
         """Bytes of workspace that execute() needs."""
-        return self.plan.workspace_bytes
+        return self._runnable(self._device()).workspace_bytes
 
     def execute(
         self,

@@ -42,8 +42,8 @@ class Binder:
 
     def bind(
         self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
-    ) -> None:
-        """Put the buffers of all inputs and outputs into ``env``.
+    ) -> list[Any]:
+        """Put the buffers of all inputs and outputs into ``env``; return what identifies them.
 
         buffers: value name -> torch tensor, DLPack object or (host scalars) number.
         workspace: the caller's own, which must not be one of the buffers as well.
@@ -79,6 +79,7 @@ class Binder:
             self._checked = signature, reshaped
         for slot, value in reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
+        return signature
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):
@@ -140,7 +141,7 @@ class Binder:
             if value.ragged_offset is None and self._check_shape(value, buffer):
                 reshaped.append((slot, value))
         self._check_overlap(env)
-        if workspace is not None and self.plan.workspace_bytes:
+        if workspace is not None:
             for name, slot in self.required:
                 if not disjoint(workspace, env[slot]):
                     raise GraphError(

@@ -126,8 +126,8 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
     (b, h_q, s_q, d_qk), (b_k, h_k, s_kv, _), (b_v, h_v, s_v, d_v) = q, k, v
     if k[3] != d_qk:
         raise GraphError(
-            f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}; they are multiplied, "
-            "so both need one width"
+            f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}; "
+            "they are multiplied, so both need one width"
         )
     for port, h in (("k", h_k), ("v", h_v)):
         if (h == 0) != (h_q == 0) or (h and h_q % h):
