@@ -26,21 +26,17 @@ class Replays:
 
     def __call__(self, env: list[Any], signature: list[Any]) -> None:
         """Launch the steps on ``env``, whose buffers ``signature`` identifies."""
-        for place, (seen, graph) in enumerate(self.known):
-            if seen == signature:
-                break
-        else:
+        place = next((i for i, (seen, _) in enumerate(self.known) if seen == signature), -1)
+        # A caller who captures wants our launches in a graph of his own.
+        if place < 0 or torch.cuda.is_current_stream_capturing():
             self.run(env, self.stream)
-            self.known.insert(0, (signature, None))
-            del self.known[KEPT:]
+            if place < 0:
+                self.known.insert(0, (signature, None))
+                del self.known[KEPT:]
             return
-        if torch.cuda.is_current_stream_capturing():
-            # The caller captures: our launches belong into that graph.
-            self.run(env, self.stream)
-            return
-        if graph is None:
-            graph = self._capture(env)
-        if place or self.known[0][1] is None:
+        graph = self.known[place][1]
+        if place or graph is None:
+            graph = graph or self._capture(env)
             del self.known[place]
             self.known.insert(0, (signature, graph))
         graph.launch(self._external)
