@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from hypothesis import strategies as st
@@ -206,7 +207,12 @@ def data(p: Problem, seed: int = 0) -> dict[str, Tensor]:
 
 def _table_name(branch: Branch) -> str:
     """Equal rotations of one input read one table."""
-    return f"freqs_{branch.source}_{hash(branch.turn) % 997}"
+    return f"freqs_{branch.source}_{_digest(branch.turn)}"
+
+
+def _digest(value: object) -> str:
+    """A short name for a value, the same in every process."""
+    return f"{crc32(repr(value).encode()):08x}"
 
 
 def _table(p: Problem, branch: Branch, seed: int) -> Tensor:
@@ -295,7 +301,7 @@ def stages(branch: Branch) -> list[tuple[Any, ...]]:
 
 
 def name_of(stage: tuple[Any, ...]) -> str:
-    return f"{stage[0]}_{stage[-1]}_{hash(stage) % 99991}"
+    return f"{stage[0]}_{stage[-1]}_{_digest(stage)}"
 
 
 def read_by_attention(p: Problem) -> list[str]:
