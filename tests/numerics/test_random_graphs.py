@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from ropegraph.passes import pipeline
 from ropegraph.testing.budget import assert_within
 from tests.numerics.attention import FOLDS, execute
-from tests.numerics.random_graphs import (
-    Problem,
-    data,
-    evaluate,
-    problems,
-    read_by_attention,
-    record,
-    seen,
-)
+from tests.numerics.random_graphs import Problem, problems, read_by_attention, seen
+from tests.numerics.random_runs import data, evaluate, record
 
 ENGINES = st.sampled_from(["torch", "reference"])
 QUICK = settings(
