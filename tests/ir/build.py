@@ -97,12 +97,18 @@ class Build:
         ).without_unused_values()
 
 
-def forward(attn_scale: float = 0.25, dtype: DType = DType.FLOAT, **settings: Any) -> Build:
-    """rope_q, rope_k and attn over GQA heads: q, k, v -> q_rot, k_rot, o."""
+def rotated(dtype: DType = DType.FLOAT, **settings: Any) -> Build:
+    """rope_q and rope_k over GQA heads: q, k -> q_rot, k_rot; and v."""
     b = Build(dtype, **settings)
     b.tensor("q", 2, 6, 5, 8), b.tensor("k", 2, 2, 7, 8), b.tensor("v", 2, 3, 7, 4)
     b.rope("rope_q", "q", "q_rot")
     b.rope("rope_k", "k", "k_rot")
+    return b
+
+
+def forward(attn_scale: float = 0.25, dtype: DType = DType.FLOAT, **settings: Any) -> Build:
+    """``rotated`` and attn: q_rot, k_rot, v -> o."""
+    b = rotated(dtype, **settings)
     b.sdpa("attn", "q_rot", "k_rot", "v", attn_scale=attn_scale)
     return b
 
@@ -111,8 +117,20 @@ def backward(attn_scale: float = 0.25, dtype: DType = DType.FLOAT, **settings: A
     """The gradients of ``forward``: q_rot, k_rot, v, o, do, stats -> dq, dk, dv."""
     b = Build(dtype, **settings)
     b.tensor("q_rot", 2, 6, 5, 8), b.tensor("k_rot", 2, 2, 7, 8), b.tensor("v", 2, 3, 7, 4)
-    grads = {"dQ": "dq_rot", "dK": "dk_rot", "dV": "dv"}
-    b.sdpa_backward("attn", "q_rot", "k_rot", "v", grads, attn_scale=attn_scale)
-    b.rope_backward("rope_q", "dq_rot", "dq")
-    b.rope_backward("rope_k", "dk_rot", "dk")
+    _gradients(b, "attn", attn_scale)
     return b
+
+
+def joint(attn_scale: float = 0.25, dtype: DType = DType.FLOAT, **settings: Any) -> Build:
+    """``forward`` and its gradients in one graph: nothing comes from another graph's fold."""
+    b = rotated(dtype, **settings)
+    b.sdpa("attn", "q_rot", "k_rot", "v", stats="stats", attn_scale=attn_scale)
+    _gradients(b, "bwd", attn_scale)
+    return b
+
+
+def _gradients(b: Build, name: str, attn_scale: float) -> None:
+    grads = {"dQ": "dq_rot", "dK": "dk_rot", "dV": "dv"}
+    b.sdpa_backward(name, "q_rot", "k_rot", "v", grads, attn_scale=attn_scale)
+    b.rope_backward("rope_q_b", "dq_rot", "dq")
+    b.rope_backward("rope_k_b", "dk_rot", "dk")
