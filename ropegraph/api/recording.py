@@ -15,9 +15,11 @@ from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import NAMES, Attention, Op, Rotation, op_name
+from ropegraph.ir.ops import NAMES, Attention, Op, Rotation, Scale, Sum, op_name
 from ropegraph.ir.shapes import infer
 from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
+
+_RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 
 
 @dataclass
@@ -247,6 +249,7 @@ class Recorder:
             for port, tensor in node.outputs.items():
                 types.setdefault(tensor, output_dtype(node.attrs, port, found))
                 _check_output(node, port, tensor, types[tensor])
+            _check_ragged(node)
         for tensor in self.tensors:
             offset = tensor.get_ragged_offset()
             if offset is not None:
@@ -285,6 +288,17 @@ def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -
             f"{where} has strides {tensor.get_stride()}, by which elements of its dim "
             f"{tensor.get_dim()} overlap; an output needs a place for each"
         )
+
+
+def _check_ragged(node: RecordedNode) -> None:
+    """Only data is ragged: a table, a mask or a length that were would be read as if it was not."""
+    for port, tensor in node.inputs.items():
+        is_data = port in _RAGGED_PORTS or isinstance(node.attrs, (Scale, Sum))
+        if tensor.get_ragged_offset() is not None and not is_data:
+            raise GraphError(
+                f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
+                f"ragged_offset; only {', '.join(_RAGGED_PORTS)} may be ragged"
+            )
 
 
 def _check_offsets(tensor: Tensor, offset: Tensor, dtype: DType) -> None:
