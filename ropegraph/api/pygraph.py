@@ -302,20 +302,17 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         handle = handle or self._handle
         if handle is not None:
             stream = as_handle(handle, "execute: handle").stream
-        runnable = self._runnables.get(_CPU) if len(self._runnables) == 1 else None
-        if runnable is None:
-            runnable = self._runnable(self._buffers_device(buffers))
+        runnable = self._runnable(self._buffers_device(buffers))
         if len(buffers) > len(runnable.binder.required):
             self._refuse_virtual(buffers)
         runnable(buffers, workspace, stream)
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
+        """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""
         for buffer in buffers.values():
-            if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
+            if isinstance(buffer, torch.Tensor) and not buffer.is_cpu:
                 return buffer.device
-        return (
-            _CPU if any(isinstance(b, torch.Tensor) for b in buffers.values()) else self._device()
-        )
+        return _CPU if buffers else self._device()
 
     def _refuse_key(self, key: object) -> None:
         if key is None or hasattr(key, "__index__"):
