@@ -79,7 +79,12 @@ def engine_names(given: object) -> tuple[str, ...] | None:
     """Read ``engines=``: None for the default order, one name, or several."""
     if given is None:
         return None
-    names = (given,) if isinstance(given, str) else tuple(cast("Iterable[str]", given))
+    try:
+        names = (given,) if isinstance(given, str) else tuple(cast("Iterable[str]", given))
+    except TypeError:
+        raise GraphError(
+            f"engines={given!r}; use names out of {', '.join(manifest.ENGINES)}"
+        ) from None
     if not names:
         raise GraphError(f"engines=() allows nothing; use some of {', '.join(manifest.ENGINES)}")
     for name in names:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, is_tensor, refuse_unknown
 from ropegraph.api.recording import Recorder
 from ropegraph.api.score_trace import trace
 from ropegraph.api.tensor import Tensor
-from ropegraph.dtypes import as_dtype
+from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
 from ropegraph.ir.score_mod import ScoreProgram, softcap
+
+_DLPACK_CPU = 1
 
 # FE keywords that mean nothing here, with the defaults at which they are accepted.
 UNSERVED: dict[str, Any] = {
@@ -73,7 +75,7 @@ class AttentionArguments:
         """attn_scale: None is 1, as in cuDNN; a number; or a one-element tensor."""
         if given is None:
             self.attrs["attn_scale"] = 1.0
-        elif isinstance(given, (int, float)) or not _is_tensor(given):
+        elif not _is_tensor(given):
             self.attrs["attn_scale"] = as_number(given, f"{self.where}: attn_scale")
         else:
             self.attrs["attn_scale"] = None
@@ -82,7 +84,7 @@ class AttentionArguments:
     def _scalar(self, given: Any, argument: str) -> Tensor:
         """A one-element tensor; a framework tensor on the CPU is passed by value."""
         tensor = _rank4_of(self.recorder.adopt(given, f"{self.where}: {argument}"))
-        if not isinstance(given, Tensor) and given.device.type == "cpu":
+        if not isinstance(given, Tensor) and given.__dlpack_device__()[0] == _DLPACK_CPU:
             tensor.set_is_pass_by_value(True)
         return tensor
 
@@ -203,7 +205,8 @@ class AttentionArguments:
                 as_count(total, f"{self.where}: {name}")
                 if not ragged:
                     raise GraphError(f"{self.where}: {name}={total} needs ragged q, k and v")
-        as_dtype(rest.pop("compute_data_type", None), f"{self.where}: compute_data_type")
+        compute = rest.pop("compute_data_type", None)
+        self.attrs["compute"] = as_compute(compute, f"{self.where}: compute_data_type")
         refuse_unknown(self.where, rest, unserved)
 
 
@@ -220,12 +223,13 @@ def generate_stats(where: str, stats: Any, inference: Any) -> bool:
 
 
 def _is_tensor(given: Any) -> bool:
-    return isinstance(given, Tensor) or hasattr(given, "__dlpack__")
+    return isinstance(given, Tensor) or is_tensor(given)
 
 
 def _rank4_of(tensor: Tensor) -> Tensor:
     """[b] becomes [b, 1, 1, 1], and a 0-d scalar [1, 1, 1, 1], as FE promotes them."""
-    dim = tensor.get_dim()
+    dim, stride = tensor.get_dim(), tensor.get_stride()
     if len(dim) < 2:
-        tensor.set_dim([*dim, *[1] * (4 - len(dim))] if dim else [1, 1, 1, 1])
+        ones = [1] * (4 - len(dim))
+        tensor.set_dim([*dim, *ones]).set_stride([*stride, *ones])
     return tensor

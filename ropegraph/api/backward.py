@@ -237,7 +237,23 @@ class _Derivation:
             raise GraphError(
                 f"backward_graph: {tensor.get_name()!r} is an output itself; its gradient is given"
             )
+        if self._carries_a_fold(tensor):
+            # A node of its own, so that the fold has where to return the scale to.
+            made = self._record(Scale(1.0), f"d{self._name(tensor)}", {"input": grad}, "output")
+            del self.partial[tensor]
+            self._add(tensor, made["output"])
+            grad = made["output"]
         grad.set_output(True).set_name(f"d{self._name(tensor)}")
+
+    def _carries_a_fold(self, tensor: Tensor) -> bool:
+        """True if a fold of the forward scaled ``tensor``: its gradient must not show that."""
+        entries = self.forward.fold_contract.entries
+        return any(
+            factor != 1.0 and node.inputs[port] is tensor
+            for node in self.nodes
+            if isinstance(node.attrs, Sdpa) and node.name in entries
+            for port, factor in zip(("q", "k"), entries[node.name].factors, strict=True)
+        )
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """The forward's tensor as an input of the backward, under the same name."""

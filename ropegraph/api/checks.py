@@ -33,17 +33,24 @@ def _integers(given: object, argument: str) -> tuple[int, ...]:
     try:
         items = tuple(cast("Iterable[Any]", given))
         numbers = tuple(int(n) for n in items)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise GraphError(f"{argument}={given!r} is not a list of integers") from None
     if any(n != m for n, m in zip(numbers, items, strict=True)):
         raise GraphError(f"{argument}={given!r} is not a list of integers")
     return numbers
 
 
+def is_tensor(given: object) -> bool:
+    """True for torch, numpy and other framework tensors: what DLPack can exchange."""
+    return hasattr(given, "__dlpack__")
+
+
 def as_number(given: object, argument: str) -> float:
     """Read a finite host number: int, float, or anything with __float__ but a tensor."""
-    if isinstance(given, bool) or not hasattr(given, "__float__"):
-        raise GraphError(f"{argument}={given!r} is not a number")
+    if is_tensor(given):
+        raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
+    if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
+        raise GraphError(f"{argument}={given!r:.60} is not a number")
     number = float(cast(Any, given))
     if not math.isfinite(number):
         raise GraphError(f"{argument}={number} is not finite")
@@ -52,8 +59,8 @@ def as_number(given: object, argument: str) -> float:
 
 def as_count(given: object, argument: str, low: int = 0) -> int:
     """Read an integer of at least ``low``."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise GraphError(f"{argument}={given!r} is not an integer; use {low} or more")
+    if isinstance(given, bool) or is_tensor(given) or not hasattr(given, "__index__"):
+        raise GraphError(f"{argument}={given!r:.60} is not a host integer; use {low} or more")
     number = int(cast(Any, given))
     if number < low:
         raise GraphError(f"{argument}={number}; use {low} or more")
@@ -63,16 +70,16 @@ def as_count(given: object, argument: str, low: int = 0) -> int:
 def as_choice(given: object, argument: str, choices: Iterable[str]) -> str:
     """Read one of a few words."""
     words = tuple(choices)
-    if given not in words:
-        raise GraphError(f"{argument}={given!r}; use one of {', '.join(map(repr, words))}")
-    return str(given)
+    if not isinstance(given, str) or given not in words:
+        raise GraphError(f"{argument}={given!r:.60}; use one of {', '.join(map(repr, words))}")
+    return given
 
 
 def as_flag(given: object, argument: str) -> bool:
     """Read a bool; None means False."""
     if given is None or isinstance(given, bool):
         return bool(given)
-    raise GraphError(f"{argument}={given!r}; use True or False")
+    raise GraphError(f"{argument}={given!r:.60}; use True or False")
 
 
 def refuse_unknown(where: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -82,10 +89,12 @@ def refuse_unknown(where: str, given: Mapping[str, Any], defaults: Mapping[str, 
     """
     for keyword, value in given.items():
         if keyword not in defaults:
-            raise GraphError(f"{where}: {keyword}={value!r} is no argument of this operation")
+            raise GraphError(f"{where}: {keyword}={value!r:.60} is no argument of this operation")
         default = defaults[keyword]
-        if value is not default and value != default:
+        # A tensor compares element by element: only plain values may equal a default.
+        is_plain = isinstance(value, (bool, int, float, str))
+        if value is not default and not (is_plain and value == default):
             raise GraphError(
-                f"{where}: {keyword}={value!r} is not supported; "
+                f"{where}: {keyword}={value!r:.60} is not supported; "
                 f"leave it out, or at its default {default!r}"
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ropegraph.api.checks import as_count
 from ropegraph.errors import GraphError
 
 
@@ -22,6 +23,14 @@ class Handle:
             raise GraphError("this handle was destroyed; make another with create_handle()")
 
 
+def as_handle(given: object, argument: str = "handle") -> Handle:
+    """Read a handle that is open."""
+    if not isinstance(given, Handle):
+        raise GraphError(f"{argument}={given!r:.60}; use what create_handle() returns")
+    given.require_open()
+    return given
+
+
 def create_handle() -> Handle:
     """A handle for the current CUDA device, or for the CPU where there is none."""
     if torch.cuda.is_available():
@@ -31,18 +40,17 @@ def create_handle() -> Handle:
 
 def destroy_handle(handle: Handle) -> None:
     """Close a handle; executing with it raises from then on."""
-    handle.is_open = False
+    as_handle(handle).is_open = False
 
 
 def set_stream(handle: Handle, stream: int) -> None:
     """Run what uses ``handle`` on a CUDA stream, given by its address."""
-    handle.require_open()
-    handle.stream = int(stream)
+    as_handle(handle).stream = as_count(stream, "stream")
 
 
 def get_stream(handle: Handle) -> int:
     """The stream of a handle; torch's current one unless set_stream was called. 0 on a CPU."""
-    handle.require_open()
+    as_handle(handle)
     if handle.stream is not None:
         return handle.stream
     if handle.device.type == "cuda":

@@ -10,13 +10,13 @@ import torch
 from ropegraph.api import report
 from ropegraph.api.backward import derive
 from ropegraph.api.checks import as_choice, as_count, as_flag, refuse_unknown
-from ropegraph.api.handle import Handle
+from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.recording import Recorder, declare
 from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
 from ropegraph.compile import Lowered, compile_plan, device_of, engine_names, lower
-from ropegraph.dtypes import as_dtype
+from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir import serialize
@@ -34,6 +34,9 @@ _UNSERVED: dict[str, Any] = {
     "cuda_graph_retention": None,
     "is_cuda_graph_replay_expected": False,
 }
+_UNSERVED_EXECUTE: dict[str, Any] = dict.fromkeys(
+    ("override_uids", "override_shapes", "override_strides", "tensor_uids")
+)
 FOLDS = ("auto", "off", "q", "symmetric")
 
 
@@ -80,15 +83,15 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             cuda_graph_retention=cuda_graph_retention,
         )
         refuse_unknown(where, given, _UNSERVED)
-        as_dtype(intermediate_data_type, f"{where}: intermediate_data_type")
+        as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(
             self,
             name,
             as_dtype(io_data_type, f"{where}: io_data_type"),
-            as_dtype(compute_data_type, f"{where}: compute_data_type"),
+            as_compute(compute_data_type, f"{where}: compute_data_type"),
         )
-        self._handle = handle
+        self._handle = None if handle is None else as_handle(handle, f"{where}: handle")
         self._fold = as_choice(fold, f"{where}: fold", FOLDS)
         self._fold_log2 = as_flag(fold_log2, f"{where}: fold_log2")
         if self._fold_log2 and self._fold == "off":
@@ -184,8 +187,14 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if self._ir is None:
             if not self.recorder.nodes:
                 raise GraphError(f"graph {self.name!r} has no operation")
-            self._ir = self._freeze()
-            self.recorder.closed_by = "validate()"
+            frozen = self._freeze()
+            if not frozen.outputs:
+                raise GraphError(
+                    f"graph {self.name!r} has no output, so nothing would run; call "
+                    "set_output(True) on what you want written"
+                )
+            self.recorder.close(frozen, by="validate()")
+            self._ir = frozen
             self._index()
 
     def _freeze(self) -> IrGraph:
@@ -253,10 +262,14 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def get_workspace_size(self) -> int:
         """Bytes of workspace that execute() needs."""
-        return self.plan.workspace_bytes
+        return self._runnable(self._device()).workspace_bytes
 
     def execute(
-        self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Handle | None = None
+        self,
+        variant_pack: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: Handle | None = None,
+        **fe_arguments: Any,
     ) -> None:
         """Run on the caller's buffers; outputs are written in place.
 
@@ -265,38 +278,44 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         thread and stream.
         Raises GraphError, nothing written, for a missing, wrongly shaped, typed or placed buffer.
         """
+        if fe_arguments:
+            refuse_unknown("execute", fe_arguments, _UNSERVED_EXECUTE)
+        if not isinstance(variant_pack, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(
+                f"execute: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
+            )
         if not self._keys:
             self.validate()
-        buffers = dict(self._bound)
-        keys = self._keys
+        given: dict[str, Any] = {}
+        ignored, keys = 0, self._keys
         for key, buffer in variant_pack.items():
             name = keys.get(key)
             if name is None:
                 self._refuse_key(key)
+                ignored += 1
             else:
-                buffers[name] = buffer
+                given[name] = buffer
+        if len(given) + ignored < len(variant_pack):
+            self._refuse_twice(variant_pack)
+        buffers = {**self._bound, **given} if self._bound else given
         stream = None
         handle = handle or self._handle
         if handle is not None:
-            handle.require_open()
-            stream = handle.stream
-        runnable = self._runnables.get(_CPU) if len(self._runnables) == 1 else None
-        if runnable is None:
-            runnable = self._runnable(self._buffers_device(buffers))
+            stream = as_handle(handle, "execute: handle").stream
+        runnable = self._runnable(self._buffers_device(buffers))
         if len(buffers) > len(runnable.binder.required):
             self._refuse_virtual(buffers)
         runnable(buffers, workspace, stream)
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
+        """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""
         for buffer in buffers.values():
-            if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
+            if isinstance(buffer, torch.Tensor) and not buffer.is_cpu:
                 return buffer.device
-        return (
-            _CPU if any(isinstance(b, torch.Tensor) for b in buffers.values()) else self._device()
-        )
+        return _CPU if buffers else self._device()
 
     def _refuse_key(self, key: object) -> None:
-        if key is None or isinstance(key, int):
+        if key is None or hasattr(key, "__index__"):
             return
         if isinstance(key, Tensor):
             raise GraphError(f"execute: tensor {key.get_name()!r} belongs to another graph")
@@ -305,6 +324,14 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             f"execute: {key!r} names no single tensor of graph {self.name!r}; "
             f"its names are {', '.join(names)}"
         )
+
+    def _refuse_twice(self, pack: Mapping[Any, Any]) -> None:
+        """Several keys may mean one tensor, but then they must give one buffer."""
+        given: dict[str, Any] = {}
+        for key, buffer in pack.items():
+            name = self._keys.get(key)
+            if name is not None and given.setdefault(name, buffer) is not buffer:
+                raise GraphError(f"execute: {name!r} is given two buffers, the second by {key!r}")
 
     def _refuse_virtual(self, buffers: Mapping[str, Any]) -> None:
         assert self._ir is not None

@@ -10,13 +10,16 @@ import torch
 
 from ropegraph.api.checks import as_dims, as_strides
 from ropegraph.api.tensor import Tensor, packed_like, row_major
-from ropegraph.dtypes import DType, as_dtype, wider
+from ropegraph.dtypes import INDEX, DType, as_dtype, wider
 from ropegraph.errors import GraphError
+from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import Attention, Op, Rotation, op_name
+from ropegraph.ir.ops import NAMES, Attention, Op, Rotation, Scale, Sum, op_name
 from ropegraph.ir.shapes import infer
 from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
+
+_RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 
 
 @dataclass
@@ -95,17 +98,17 @@ class Recorder:
             return self._adopted[id(given)][1]
         raise GraphError(f"{where}={given!r:.60} is not a tensor of this graph or a torch tensor")
 
-    def node_name(self, op: Op, given: str) -> str:
+    def node_name(self, kind: type[Op], given: object) -> str:
         """The caller's name, or ``<op>.<n>``.  Raises GraphError on a duplicate."""
-        taken = {n.name for n in self.nodes}
+        taken, word = {n.name for n in self.nodes}, NAMES[kind]
         if given:
-            if given in taken:
-                raise GraphError(f"{op_name(op)} {given!r}: another node has that name")
+            if str(given) in taken:
+                raise GraphError(f"{word} {given!r}: another node has that name")
             return str(given)
-        count = sum(isinstance(n.attrs, type(op)) for n in self.nodes)
-        while f"{op_name(op)}.{count}" in taken:
+        count = sum(isinstance(n.attrs, kind) for n in self.nodes)
+        while f"{word}.{count}" in taken:
             count += 1
-        return f"{op_name(op)}.{count}"
+        return f"{word}.{count}"
 
     def record(
         self,
@@ -120,7 +123,7 @@ class Recorder:
         Raises GraphError, and leaves the graph as it was, if a shape does not fit.
         """
         self.require_open(f"record {op_name(attrs)}")
-        name = self.node_name(attrs, name)
+        name = self.node_name(type(attrs), name)
         dims = infer(name, attrs, {p: tuple(t.get_dim()) for p, t in inputs.items()})
         made: dict[str, Tensor] = {}
         for port in outputs:
@@ -141,6 +144,10 @@ class Recorder:
                 self.tensors.append(tensor)
         self.nodes.append(RecordedNode(name, attrs, dict(inputs), made))
         return made
+
+    def reader(self, tensor: Tensor) -> str | None:
+        """The first node that reads a tensor, None if no node does so far."""
+        return next((n.name for n in self.nodes if tensor in n.inputs.values()), None)
 
     def default_name(self, tensor: Tensor) -> str:
         """``<node>::<port>`` of its producer, else of its first reader, else ``tensor.<n>``."""
@@ -179,14 +186,16 @@ class Recorder:
         contract: FoldContract | None = None,
         imported: tuple[str, ...] = (),
     ) -> Graph:
-        """The graph as a value: names, data types and strides settled, shapes checked again."""
-        names = self.names()
-        self._settle_dtypes()
-        nodes = tuple(self._freeze_node(n, names) for n in self.nodes)
+        """The graph as a value: names, data types and strides settled, shapes checked again.
+
+        Changes nothing here, so that a graph can be printed while it is being recorded.
+        """
+        names, types = self.names(), self._dtypes()
+        nodes = tuple(self._freeze_node(n, names, types) for n in self.nodes)
         used = {t for n in self.nodes for t in (*n.inputs.values(), *n.outputs.values())}
         used |= {o for t in used if (o := t.get_ragged_offset()) is not None}
         written = {t for n in self.nodes for t in n.outputs.values()}
-        values = {names[t]: _freeze_tensor(t, names) for t in self.tensors if t in used}
+        values = {names[t]: _freeze_tensor(t, names, types) for t in self.tensors if t in used}
         return Graph(
             self.name,
             values,
@@ -223,64 +232,96 @@ class Recorder:
             inputs = {port: handles[v] for port, v in node.inputs.items()}
             self.nodes.append(RecordedNode(node.name, node.attrs, inputs, outputs))
 
-    def _settle_dtypes(self) -> None:
-        """Give every tensor a type, in the order of the nodes; check what each node reads."""
+    def _dtypes(self) -> dict[Tensor, DType]:
+        """A type for every tensor that is used, in the order of the nodes; inputs are checked."""
+        types = {t: d for t in self.tensors if (d := t.get_data_type()) is not DType.NOT_SET}
         for node in self.nodes:
-            first: DType = DType.NOT_SET
-            types: dict[str, DType] = {}
+            found: dict[str, DType] = {}
             for port, tensor in node.inputs.items():
-                if tensor.spec.dtype is DType.NOT_SET:
-                    tensor.spec.dtype = default_dtype(port, self.io, first)
-                if tensor.spec.dtype is DType.NOT_SET:
+                first = next(iter(found.values()), DType.NOT_SET)
+                found[port] = types.setdefault(tensor, default_dtype(port, self.io, first))
+                if found[port] is DType.NOT_SET:
                     raise GraphError(
                         f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has no "
                         "data type; give it data_type=, or the graph io_data_type="
                     )
-                types[port] = tensor.get_data_type()
-                first = types[port] if first is DType.NOT_SET else first
-            check_dtypes(node.name, node.attrs, types)
+            check_dtypes(node.name, node.attrs, found)
             for port, tensor in node.outputs.items():
-                if tensor.spec.dtype is DType.NOT_SET:
-                    tensor.spec.dtype = output_dtype(node.attrs, port, types)
-                elif not tensor.spec.dtype.is_float:
-                    raise GraphError(
-                        f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} is "
-                        f"{tensor.get_data_type()!r}; an output must be a floating type"
-                    )
-            if isinstance(node.attrs, (Rotation, Attention)):
-                node.attrs = replace(node.attrs, compute=wider(self.compute, *types.values()))
+                types.setdefault(tensor, output_dtype(node.attrs, port, found))
+                _check_output(node, port, tensor, types[tensor])
+            _check_ragged(node)
         for tensor in self.tensors:
             offset = tensor.get_ragged_offset()
             if offset is not None:
-                _check_offsets(tensor, offset)
+                _check_offsets(tensor, offset, types.setdefault(offset, DType.INT32))
+        return types
 
-    def _freeze_node(self, node: RecordedNode, names: Mapping[Tensor, str]) -> Node[Op]:
-        infer(node.name, node.attrs, {p: tuple(t.get_dim()) for p, t in node.inputs.items()})
+    def close(self, frozen: Graph, by: str) -> None:
+        """Refuse changes from now on; undeclared data types become the inferred ones."""
+        self.closed_by = by
+        for tensor, name in self.names().items():
+            if name in frozen.values:
+                tensor.spec.dtype = frozen.values[name].dtype
+
+    def _freeze_node(
+        self, node: RecordedNode, names: Mapping[Tensor, str], types: Mapping[Tensor, DType]
+    ) -> Node[Op]:
+        attrs = node.attrs
+        infer(node.name, attrs, {p: tuple(t.get_dim()) for p, t in node.inputs.items()})
+        if isinstance(attrs, (Rotation, Attention)):
+            read = (types[t] for t in node.inputs.values())
+            attrs = replace(attrs, compute=wider(self.compute, attrs.compute, *read))
         return Node(
             node.name,
-            node.attrs,
+            attrs,
             {port: names[t] for port, t in node.inputs.items()},
             {port: names[t] for port, t in node.outputs.items()},
         )
 
 
-def _check_offsets(tensor: Tensor, offset: Tensor) -> None:
-    if offset.get_data_type() is DType.NOT_SET:
-        offset.spec.dtype = DType.INT32
+def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -> None:
+    where = f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r}"
+    if not dtype.is_float:
+        raise GraphError(f"{where} is {dtype!r}; an output must be a floating type")
+    if tensor.get_ragged_offset() is None and overlaps(tensor.get_dim(), tensor.get_stride()):
+        raise GraphError(
+            f"{where} has strides {tensor.get_stride()}, by which elements of its dim "
+            f"{tensor.get_dim()} overlap; an output needs a place for each"
+        )
+
+
+def _check_ragged(node: RecordedNode) -> None:
+    """Only data is ragged: a table, a mask or a length that were would be read as if it was not."""
+    for port, tensor in node.inputs.items():
+        is_data = port in _RAGGED_PORTS or isinstance(node.attrs, (Scale, Sum))
+        if tensor.get_ragged_offset() is not None and not is_data:
+            raise GraphError(
+                f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
+                f"ragged_offset; only {', '.join(_RAGGED_PORTS)} may be ragged"
+            )
+
+
+def _check_offsets(tensor: Tensor, offset: Tensor, dtype: DType) -> None:
+    if len(tensor.get_dim()) != 4:
+        raise GraphError(
+            f"tensor {tensor.get_name()!r}: a ragged tensor is [b, h, s, d], not {tensor.get_dim()}"
+        )
     wanted = [tensor.get_dim()[0] + 1, 1, 1, 1]
     if offset.get_dim() != wanted:
         raise GraphError(
             f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
             f"{offset.get_dim()}; use {wanted}, one offset a sequence and the end"
         )
-    if offset.get_data_type() not in (DType.INT32, DType.INT64):
+    if dtype not in INDEX:
         raise GraphError(
             f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{offset.get_data_type()!r}; use int32 or int64"
+            f"{dtype!r}; use int32 or int64"
         )
 
 
-def _freeze_tensor(tensor: Tensor, names: Mapping[Tensor, str]) -> Value:
+def _freeze_tensor(
+    tensor: Tensor, names: Mapping[Tensor, str], types: Mapping[Tensor, DType]
+) -> Value:
     dim, stride = tuple(tensor.get_dim()), tuple(tensor.get_stride())
     offset = tensor.get_ragged_offset()
     # An axis of length 1 is never stepped over: its stride must not enter a plan or a key.
@@ -290,7 +331,7 @@ def _freeze_tensor(tensor: Tensor, names: Mapping[Tensor, str]) -> Value:
         name=names[tensor],
         dim=dim,
         stride=tuple(s if n > 1 else p for n, s, p in steps),
-        dtype=tensor.get_data_type(),
+        dtype=types[tensor],
         uid=None if tensor.get_uid() < 0 else tensor.get_uid(),
         ragged_offset=None if offset is None else names[offset],
         ragged_multiplier=tensor.get_ragged_offset_multiplier(),

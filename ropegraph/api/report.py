@@ -41,7 +41,7 @@ def _scales(nodes: tuple[Node[Any], ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in nodes:
         if isinstance(node.attrs, RopePair):
-            parts = zip(node.name.split("+"), node.attrs.parts, strict=False)
+            parts = zip(node.attrs.names, node.attrs.parts, strict=True)
             found |= {name: _scale(part) for name, part in parts}
         elif text := _scale(node.attrs):
             found[node.name] = text

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropegraph.api.checks import as_number, refuse_unknown
+from ropegraph.api.checks import as_number, is_tensor, refuse_unknown
 from ropegraph.api.recording import Recorder, shaped_like
 from ropegraph.api.rotary import rotation
 from ropegraph.api.tensor import Tensor
-from ropegraph.dtypes import as_dtype
+from ropegraph.dtypes import DType, as_compute
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import Rope, RopeBackward, Scale
 
@@ -90,9 +90,8 @@ class RopeOps:
     ) -> Tensor:
         options.pop("self")
         options |= options.pop("sources")
-        name = str(options.pop("name") or "")
+        name = self.recorder.node_name(kind, options.pop("name"))
         where = f"{word} {name!r}"
-        as_dtype(options.pop("compute_data_type"), f"{where}: compute_data_type")
         data = self.recorder.adopt(options.pop(port), f"{where}: {port}")
         dim = data.get_dim()
         attrs = rotation(kind, where, dim[-1] if dim else 0, **options)
@@ -105,22 +104,33 @@ class RopeOps:
         self,
         input: Any,  # noqa: A002 - FE's name
         scale: float,
+        compute_data_type: object = None,
         name: str = "",
         **fe_arguments: Any,
     ) -> Tensor:
         """The input times a host number; a rotation before or after it takes the factor over."""
-        refuse_unknown(f"scale {name!r}", fe_arguments, {"compute_data_type": None})
-        factor = as_number(scale, f"scale {name!r}: scale")
-        data = self.recorder.adopt(input, f"scale {name!r}: input")
-        made = self.recorder.record(Scale(factor), str(name or ""), {"input": data}, ("output",))
+        name = self.recorder.node_name(Scale, name)
+        where = f"scale {name!r}"
+        refuse_unknown(where, fe_arguments, {})
+        if as_compute(compute_data_type, f"{where}: compute_data_type") is DType.DOUBLE:
+            raise GraphError(
+                f"{where}: compute_data_type={compute_data_type!r}; a product is computed in fp32, "
+                "in fp64 for fp64 input; leave it out"
+            )
+        factor = as_number(scale, f"{where}: scale")
+        data = self.recorder.adopt(input, f"{where}: input")
+        made = self.recorder.record(Scale(factor), name, {"input": data}, ("output",))
         return shaped_like(made["output"], data)
 
-    def mul(self, a: Any, b: Any, name: str = "", **fe_arguments: Any) -> Tensor:
+    def mul(
+        self, a: Any, b: Any, compute_data_type: object = None, name: str = "", **fe_arguments: Any
+    ) -> Tensor:
         """a times b, where one of them is a host number."""
-        numbers = [x for x in (a, b) if isinstance(x, (int, float))]
+        numbers = [x for x in (a, b) if not (isinstance(x, Tensor) or is_tensor(x))]
         if len(numbers) != 1:
             raise GraphError(
                 f"mul {name!r}: a={a!r:.40}, b={b!r:.40}; "
                 "one must be a tensor and one a host number"
             )
-        return self.scale(b if a is numbers[0] else a, numbers[0], name, **fe_arguments)
+        tensor = b if a is numbers[0] else a
+        return self.scale(tensor, numbers[0], compute_data_type, name, **fe_arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ropegraph.api.checks import as_choice, as_count, as_flag, as_number
+from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import Rope, RopeBackward
 
@@ -34,6 +35,7 @@ def rotation(
     numerics: Any,
     cp_size: Any,
     cp_rank: Any,
+    compute_data_type: Any,
     **sources: Any,
 ) -> Rope | RopeBackward:
     """The attributes of a rotation of rows ``width`` wide.
@@ -65,6 +67,7 @@ def rotation(
         numerics=_only(where, "numerics", numerics, "fp32"),
         cp_size=_only(where, "cp_size", cp_size, 1),
         cp_rank=_only(where, "cp_rank", cp_rank, 0),
+        compute=as_compute(compute_data_type, f"{where}: compute_data_type"),
     )
 
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ropegraph.api.checks import as_count
+from ropegraph.api.checks import as_count, refuse_unknown
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir import score_mod as ir
+
+# FE's names of the operands, in order.
+_AB, _INPUTS, _COMPARED = ("a", "b"), ("input0", "input1"), ("input", "comparison")
+_KEYWORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "logical_and", "logical_or"), _AB),
+    **dict.fromkeys(("max", "min", "pow", "mod"), _INPUTS),
+    **dict.fromkeys((n for n in ir.BINARY if n.startswith("cmp_")), _COMPARED),
+    **dict.fromkeys(ir.UNARY, ("input",)),
+    "binary_select": ("input0", "input1", "mask"),
+}
+# What FE's relu takes beside its input, and what its pointwise methods take for the engine.
+_RELU: dict[str, None] = dict.fromkeys(("negative_slope", "lower_clip", "upper_clip"))
+_HINTS = ("name", "compute_data_type")
 
 
 class Score:
@@ -44,7 +57,7 @@ class ScoreTrace:
         self.ports: dict[str, Tensor] = {}
 
     def __getattr__(self, op: str) -> Callable[..., Score]:
-        if op in ir.UNARY or op in ir.BINARY or op in ir.TERNARY:
+        if op in _KEYWORDS:
             return lambda *args, **kwargs: self._pointwise(op, *args, **kwargs)
         known = ", ".join((*ir.UNARY, *ir.BINARY, *ir.TERNARY, *ir.INDEX))
         raise GraphError(f"{self.where}: score_mod calls {op!r}, which is none of {known}")
@@ -63,15 +76,19 @@ class ScoreTrace:
         return self._add(ir.Instruction("gen_index", (), chosen))
 
     def _pointwise(self, op: str, *args: Any, **kwargs: Any) -> Score:
-        count = 3 if op in ir.TERNARY else 2 if op in ir.BINARY else 1
-        # FE passes operands by keyword too (a, b, input0, input1, mask): their order counts.
-        hints = ("name", "compute_data_type")
-        given = [*args, *(v for k, v in kwargs.items() if k not in hints)]
-        if len(given) != count:
+        names = _KEYWORDS[op]
+        repeated = [name for name in names[: len(args)] if name in kwargs]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if repeated or len(args) > len(names) or not set(names) <= set(given):
             raise GraphError(
-                f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}"
+                f"{self.where}: score_mod {op} takes {', '.join(names)}, once each; got "
+                f"{len(args)} by position and {sorted(kwargs)} by name"
             )
-        return self._add(ir.Instruction(op, tuple(self._operand(op, a) for a in given)))
+        rest = {n: value for n, value in given.items() if n not in (*names, *_HINTS)}
+        defaults: dict[str, None] = _RELU if op == "relu" else {}
+        refuse_unknown(f"{self.where}: score_mod {op}", rest, defaults)
+        operands = tuple(self._operand(op, given[name]) for name in names)
+        return self._add(ir.Instruction(op, operands))
 
     def _add(self, instruction: ir.Instruction) -> Score:
         self.instructions.append(instruction)
@@ -83,6 +100,8 @@ class ScoreTrace:
                 raise GraphError(f"{self.where}: score_mod {op} reads a value of another callback")
             return given.ref
         if isinstance(given, (int, float)) and not isinstance(given, bool):
+            if given != given:
+                raise GraphError(f"{self.where}: score_mod {op} operand is NaN")
             return float(given)
         tensor = self.adopt(given, f"{self.where}: score_mod {op} operand")
         dim = tensor.get_dim()
@@ -106,6 +125,8 @@ def trace(
     adopt: Callable[[Any, str], Tensor],
 ) -> tuple[ir.ScoreProgram, dict[str, Tensor]]:
     """The program that ``callback(graph, scores)`` records, and the tensors it reads by port."""
+    if not callable(callback):
+        raise GraphError(f"{where}: score_mod={callback!r:.60} is no function of (graph, scores)")
     graph = ScoreTrace(where, dim, adopt)
     result = callback(graph, Score(graph, ir.Ref(-1)))
     if not isinstance(result, Score) or result.trace is not graph:

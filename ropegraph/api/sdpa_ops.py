@@ -69,6 +69,7 @@ class SdpaOps:
         Raises GraphError naming the argument. Source: cuDNN Frontend 1.32, sdpa.
         """
         given = dict(locals())
+        name = self.recorder.node_name(Sdpa, name)
         where = f"sdpa {name!r}"
         ports = self._data(where, given, ("q", "k", "v"))
         tables = {n: given[n] for n in ("paged_attention_k_table", "paged_attention_v_table")}
@@ -129,6 +130,7 @@ class SdpaOps:
         Raises GraphError naming the argument. Source: cuDNN Frontend 1.32, sdpa_backward.
         """
         given = dict(locals())
+        name = self.recorder.node_name(SdpaBackward, name)
         where = f"sdpa_backward {name!r}"
         ports = self._data(where, given, ("q", "k", "v", "o", "dO", "stats"))
         args = attention.AttentionArguments(where, self.recorder, ports["q"], _sequence(ports["k"]))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ropegraph.api.checks import as_dims, as_strides
+from ropegraph.api.checks import as_count, as_dims, as_strides
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
 
@@ -79,6 +79,15 @@ class Tensor:
     def _change(self) -> None:
         self.graph.require_open(f"change tensor {self.get_name()!r}")
 
+    def _refuse_if_read(self, change: str) -> None:
+        """What a node writes depends on what it reads, so that must be settled before."""
+        reader = self.graph.recorder.reader(self)
+        if reader is not None:
+            raise GraphError(
+                f"tensor {self.get_name()!r}: {change} is set after {reader!r} has read the "
+                "tensor; set it before"
+            )
+
     def set_output(self, is_output: bool = True) -> Tensor:
         """Make a written tensor one that the caller binds; False makes it virtual again."""
         self._change()
@@ -97,6 +106,9 @@ class Tensor:
         return self
 
     def set_is_virtual(self, is_virtual: bool = True) -> Tensor:
+        """The opposite of set_output; an input cannot be virtual."""
+        if is_virtual and self.spec.producer is None:
+            raise GraphError(f"tensor {self.get_name()!r}: is_virtual=True, but no node writes it")
         return self.set_output(not is_virtual) if self.spec.producer else self
 
     def set_name(self, name: str) -> Tensor:
@@ -125,6 +137,7 @@ class Tensor:
                 f"but {self.spec.producer!r} writes {list(self.spec.dim)}"
             )
         if new != self.spec.dim:
+            self._refuse_if_read(f"dim={list(new)}")
             self.spec.dim, self.spec.stride = new, row_major(new)
         return self
 
@@ -136,18 +149,16 @@ class Tensor:
     def set_ragged_offset(self, offset: Tensor | None) -> Tensor:
         """offset: [b + 1, 1, 1, 1] int32 or int64, the first element of each sequence."""
         self._change()
-        self.spec.ragged_offset = (
-            None if offset is None else self.graph.own(offset, "ragged_offset")
-        )
+        own = None if offset is None else self.graph.own(offset, "ragged_offset")
+        if own is not self.spec.ragged_offset:
+            self._refuse_if_read("ragged_offset")
+            self.spec.ragged_offset = own
         return self
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:
         self._change()
-        if multiplier < 1:
-            raise GraphError(
-                f"tensor {self.get_name()!r}: ragged_offset_multiplier={multiplier}; use 1 or more"
-            )
-        self.spec.ragged_multiplier = int(multiplier)
+        where = f"tensor {self.get_name()!r}: ragged_offset_multiplier"
+        self.spec.ragged_multiplier = as_count(multiplier, where, 1)
         return self
 
     def set_is_pass_by_value(self, value: bool = True) -> Tensor:
@@ -157,7 +168,8 @@ class Tensor:
 
     def set_alignment_value(self, alignment: int) -> Tensor:
         self._change()
-        self.spec.alignment = int(alignment)
+        where = f"tensor {self.get_name()!r}: alignment_value"
+        self.spec.alignment = as_count(alignment, where, 1)
         return self
 
     def set_reordering_type(self, reordering: object) -> Tensor:

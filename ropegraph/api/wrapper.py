@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ropegraph.api.checks import as_count
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
@@ -227,6 +228,7 @@ def graph_cache(
 
     Thread-safe: one key is made once.
     """
+    limit = as_count(maxsize, "graph_cache: maxsize", 1)
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         kept: OrderedDict[Any, R] = OrderedDict()
@@ -238,7 +240,7 @@ def graph_cache(
             with lock:
                 if key not in kept:
                     kept[key] = function(*args, **kwargs)
-                    if len(kept) > maxsize:
+                    if len(kept) > limit:
                         kept.popitem(last=False)
                 kept.move_to_end(key)
                 return kept[key]

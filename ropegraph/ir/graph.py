@@ -124,8 +124,9 @@ class Graph:
         for value in read:
             if self.producer(value) is None:
                 names[value] = None
-            if (offset := self.values[value].ragged_offset) is not None:
-                names[offset] = None
+            known = self.values.get(value)
+            if known is not None and known.ragged_offset is not None:
+                names[known.ragged_offset] = None
         return tuple(names)
 
     @cached_property

@@ -74,8 +74,8 @@ def _differs(node: Node[Any], before: Graph) -> bool:
     """True if folding changed the node; a merged pair counts if one of its parts changed."""
     recorded: dict[str, Any] = {n.name: n.attrs for n in before.nodes}
     if isinstance(node.attrs, RopePair):
-        names = node.name.split("+")
-        return any(recorded.get(n) != a for n, a in zip(names, node.attrs.parts, strict=False))
+        parts = zip(node.attrs.names, node.attrs.parts, strict=True)
+        return any(recorded.get(n) != a for n, a in parts)
     return recorded.get(node.name) != node.attrs
 
 

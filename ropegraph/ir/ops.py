@@ -66,9 +66,13 @@ class RopeFreqsGrad(Rotation):
 
 @dataclass(frozen=True)
 class RopePair:
-    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended."""
+    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended.
+
+    names: the nodes that the parts were, for reports.
+    """
 
     parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+    names: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,10 @@ def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -
     b, _, s, d = dims[port]
     r = attrs.rope_dim
     if r % 2 or r < 0:
-        raise GraphError(f"{where}: rope_dim={r} is odd; a rotation acts on pairs of channels")
+        raise GraphError(
+            f"{where}: rope_dim={r} of the {d} channels of {port} is odd; a rotation acts on pairs "
+            f"of channels, so use {r - 1}"
+        )
     if r > d:
         raise GraphError(
             f"{where}: rope_dim={r} is more than the {d} channels of {port} {list(dims[port])}; "
@@ -122,7 +125,10 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         _rank4(where, port, dims[port])
     (b, h_q, s_q, d_qk), (b_k, h_k, s_kv, _), (b_v, h_v, s_v, d_v) = q, k, v
     if k[3] != d_qk:
-        raise GraphError(f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}")
+        raise GraphError(
+            f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}; "
+            "they are multiplied, so both need one width"
+        )
     for port, h in (("k", h_k), ("v", h_v)):
         if (h == 0) != (h_q == 0) or (h and h_q % h):
             raise GraphError(
@@ -146,9 +152,15 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
                 )
     else:
         if b_k != b or b_v != b:
-            raise GraphError(f"{where}: the batch sizes of q, k, v differ: {b}, {b_k}, {b_v}")
+            raise GraphError(
+                f"{where}: the batch sizes of q {list(q)}, k {list(k)} and v {list(v)} differ; "
+                "use one for all"
+            )
         if s_v != s_kv:
-            raise GraphError(f"{where}: k has s_kv={s_kv} keys but v {list(v)} has {s_v}")
+            raise GraphError(
+                f"{where}: k {list(k)} has s_kv={s_kv} keys but v {list(v)} has {s_v}; "
+                "every key needs its value"
+            )
     if "bias" in dims:
         bias = dims["bias"]
         fits = len(bias) == 4 and all(
@@ -157,7 +169,7 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         if not fits:
             raise GraphError(
                 f"{where}: bias {list(bias)} does not broadcast to the logits "
-                f"[{b}, {h_q}, {s_q}, {s_kv}]"
+                f"[{b}, {h_q}, {s_q}, {s_kv}]; each axis must be as long, or 1"
             )
     for port in ("seq_len_q", "seq_len_kv"):
         if port in dims:

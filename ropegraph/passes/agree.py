@@ -94,15 +94,15 @@ def _side(
     """True if what undoes the rotations behind a gradient carries the forward's scales.
 
     The gradient may be asked for anywhere along the forward's chain, scaled further by the caller,
-    and scale nodes may have folded on one side only. So of each path some beginning must equal
-    some beginning of the chain, as a product.
+    and scale nodes may have folded on one side only. So each path, up to its last rotation or
+    some scale behind that, must equal some beginning of the chain, as a product.
     """
     grad = node.outputs.get(port)
     if grad is None:
         return True
     wanted = _beginnings(chain, factor)
     return all(
-        any(_same(mine, theirs) for mine in _beginnings(path, 1.0) for theirs in wanted)
+        any(_same(mine, theirs) for mine in _stops(path) for theirs in wanted)
         for path in _paths(graph, grad)
     )
 
@@ -123,13 +123,17 @@ class _Path(NamedTuple):
 
 
 def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Path]:
-    """The product and rotations of the first n steps of a chain, for every n of at least 1."""
-    found: list[_Path] = []
-    path = _Path(factor, ())
+    """The product and rotations of the first n steps of a chain, for every n from 0 on."""
+    found = [_Path(factor, ())]
     for step in chain:
-        path = path.then(step)
-        found.append(path)
+        found.append(found[-1].then(step))
     return found
+
+
+def _stops(path: tuple[Rotation | float, ...]) -> list[_Path]:
+    """Where a path may be compared: behind its last rotation, and behind each scale after it."""
+    beginnings = _beginnings(path, 1.0)[1:]
+    return [b for b in beginnings if b.rotations == beginnings[-1].rotations]
 
 
 def _same(mine: _Path, theirs: _Path) -> bool:

@@ -30,7 +30,8 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         entry, stage = agreed
         if stage != "attn_scale":
             return None
-        answer = _edit(graph, node, SIDES[entry.fold], auto=False, by_contract=True)
+        # The forward has found K foldable where it must be; dK itself gets no factor.
+        answer = _edit(graph, node, ("q",), auto=False, by_contract=True)
         if isinstance(answer, Decline):
             raise FoldContractError(
                 f"sdpa_backward {node.name!r}: the forward {entry.node!r} folded 1/ln 2, "

@@ -28,9 +28,12 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
     if _waits(graph, first, second) or _waits(graph, second, first):
         return Decline(f"one of {first.name!r} and {second.name!r} needs the other's result")
+    name, taken = f"{first.name}+{second.name}", {n.name for n in graph.nodes}
+    while name in taken:
+        name += "+"
     pair = Node(
-        f"{first.name}+{second.name}",
-        RopePair((first.attrs, second.attrs)),
+        name,
+        RopePair((first.attrs, second.attrs), (first.name, second.name)),
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
     )

@@ -1,16 +1,14 @@
-"""Random graphs as plain data: drawn by hypothesis, recorded, and evaluated by the oracle."""
+"""Random graphs as plain data, drawn by hypothesis."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-import ropegraph
-from ropegraph.testing import oracle
-from ropegraph.testing.inputs import Layout, normal
+from ropegraph.testing.inputs import Layout
 
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "packed_qkv", "gapped", "odd_size_1")
 
@@ -181,105 +179,14 @@ def problems(draw: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Pr
     )
 
 
-def data(p: Problem, seed: int = 0) -> dict[str, Tensor]:
-    """Every input by name, and ``do<i>`` for every output."""
-    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    found = {
-        name: normal(dim, p.dtype, p.layouts[name], seed + i)
-        for i, (name, dim) in enumerate(p.dims.items())
-    }
-    for branch in p.branches:
-        if branch.turn is not None:
-            found[_table_name(branch)] = _table(p, branch, seed)
-    for i, a in enumerate(p.attends):
-        if a.bias is not None:
-            found[f"bias{i}"] = normal(a.bias, wide, seed=seed + 20 + i)
-        (b, h_q, s_q, _), d_v = p.dim(a.q), p.dims[a.v][3]
-        if a.has_sink:
-            found[f"sink{i}"] = normal((1, h_q, 1, 1), wide, seed=seed + 30 + i)
-        found[f"do{i}"] = normal((b, h_q, s_q, d_v), p.dtype, "bshd", seed + 40 + i)
-    if p.lengths is not None:
-        for name, lengths in zip(("len_q", "len_kv"), p.lengths, strict=True):
-            found[name] = torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1, 1, 1)
-    return found
-
-
-def _table_name(branch: Branch) -> str:
+def table_name(branch: Branch) -> str:
     """Equal rotations of one input read one table."""
-    return f"freqs_{branch.source}_{hash(branch.turn) % 997}"
+    return f"freqs_{branch.source}_{_digest(branch.turn)}"
 
 
-def _table(p: Problem, branch: Branch, seed: int) -> Tensor:
-    """A full-width table [s + 1, 1 or b, 1, r] whose unread columns are NaN."""
-    assert branch.turn is not None
-    b, _, s, _ = p.dims[branch.source]
-    r = branch.turn.rope_dim
-    rows = oracle.angles(s + 1, r).reshape(s + 1, 1, 1, r // 2)
-    if p.table_per_batch:
-        rows = rows + normal((1, b, 1, 1), seed=seed + 50)
-    unread = torch.full_like(rows, torch.nan)
-    if branch.turn.table_layout == "first_half":
-        return torch.cat([rows, unread], dim=3)
-    return torch.stack([rows, unread], dim=4).flatten(3)
-
-
-def record(p: Problem, given: Mapping[str, Tensor], **settings: Any) -> ropegraph.pygraph:
-    """The graph, not built yet: outputs o<i>, stats<i>, and what branches let the caller see."""
-    g = ropegraph.pygraph(io_data_type=p.dtype, **settings)
-    t = {n: g.tensor_like(x, name=n) for n, x in given.items() if not n.startswith("do")}
-    nodes = _Nodes(g, t)
-    made = {b.name: nodes.branch(b) for b in p.branches}
-    for i, a in enumerate(p.attends):
-        left, right, bottom_right = a.band
-        o, stats = g.sdpa(
-            made[a.q],
-            made[a.k],
-            t[a.v],
-            attn_scale=a.attn_scale,
-            name=f"attn{i}",
-            generate_stats=True,
-            diagonal_band_left_bound=left,
-            diagonal_band_right_bound=right,
-            diagonal_alignment="BOTTOM_RIGHT" if bottom_right else "TOP_LEFT",
-            bias=t.get(f"bias{i}"),
-            softcap=a.softcap,
-            sink_token=t.get(f"sink{i}"),
-            use_alibi_mask=a.has_alibi,
-            softmax_input_is_log2=a.is_log2,
-            use_padding_mask=p.lengths is not None,
-            seq_len_q=t.get("len_q"),
-            seq_len_kv=t.get("len_kv"),
-        )
-        if a.after is not None:
-            o = g.scale(o, a.after, name=f"after{i}")
-        o.set_output(True).set_name(f"o{i}")
-        stats.set_output(True).set_name(f"stats{i}")
-    return g
-
-
-class _Nodes:
-    """Records branches, each stage once however many branches begin with it."""
-
-    def __init__(self, g: ropegraph.pygraph, t: Mapping[str, Any]) -> None:
-        self.g, self.t = g, t
-        self.made: dict[Any, Any] = {}
-
-    def branch(self, branch: Branch) -> Any:
-        x: Any = self.t[branch.source]
-        for stage in stages(branch):
-            if stage not in self.made:
-                self.made[stage] = self._stage(stage, x, branch)
-            x = self.made[stage]
-            if stage[-1] in branch.sees:
-                x.set_output(True).set_name(name_of(stage))
-        return x
-
-    def _stage(self, stage: tuple[Any, ...], x: Any, branch: Branch) -> Any:
-        if stage[-1] != "turn":
-            return self.g.scale(x, stage[-2], name=f"scale_{name_of(stage)}")
-        assert branch.turn is not None
-        table, turn = self.t[_table_name(branch)], dict(vars(branch.turn))
-        return self.g.rope(x, table, name=f"rope_{name_of(stage)}", **turn)
+def _digest(value: object) -> str:
+    """A short name for a value, the same in every process."""
+    return f"{crc32(repr(value).encode()):08x}"
 
 
 def stages(branch: Branch) -> list[tuple[Any, ...]]:
@@ -295,71 +202,14 @@ def stages(branch: Branch) -> list[tuple[Any, ...]]:
 
 
 def name_of(stage: tuple[Any, ...]) -> str:
-    return f"{stage[0]}_{stage[-1]}_{hash(stage) % 99991}"
+    return f"{stage[0]}_{stage[-1]}_{_digest(stage)}"
+
+
+def read_by_attention(p: Problem) -> list[str]:
+    """The names of the rotated or scaled values that attentions read."""
+    return sorted({name_of(stages(b)[-1]) for b in p.branches if stages(b)})
 
 
 def seen(p: Problem) -> set[str]:
     """The names of the values inside branches that the caller binds."""
     return {name_of(s) for b in p.branches for s in stages(b) if s[-1] in b.sees}
-
-
-def evaluate(p: Problem, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """O, Stats and every rotated input by the oracle, and d<x> of every leaf for given do<i>."""
-    leaves = {n: oracle.leaf(given[n]) for n in p.leaves}
-    made = {b.name: _evaluate_branch(b, leaves[b.source], given) for b in p.branches}
-    found = dict(made)
-    total = torch.zeros((), dtype=torch.float64)
-    for i, a in enumerate(p.attends):
-        left, right, bottom_right = a.band
-        (_, h_q, s_q, _), s_kv = p.dim(a.q), p.dim(a.k)[2]
-        len_q, len_kv = p.lengths or (None, None)
-        bias = leaves.get(f"bias{i}")
-        if a.has_alibi:
-            slopes = oracle.alibi(h_q, s_q, s_kv)
-            bias = slopes if bias is None else bias + slopes
-        cap = a.softcap
-        o, stats = oracle.attention(
-            made[a.q],
-            made[a.k],
-            leaves[a.v],
-            attn_scale=1.0 if a.attn_scale is None else a.attn_scale,
-            keep=oracle.band(
-                s_q,
-                s_kv,
-                left=left,
-                right=right,
-                bottom_right=bottom_right,
-                len_q=len_q,
-                len_kv=len_kv,
-            ),
-            bias=bias,
-            score_mod=None if cap is None else lambda x, cap=cap: cap * torch.tanh(x / cap),
-            sink=leaves.get(f"sink{i}"),
-            softmax_input_is_log2=a.is_log2,
-        )
-        o = o if a.after is None else a.after * o
-        found |= {f"o{i}": o, f"stats{i}": stats}
-        total = total + (o * given[f"do{i}"].double()).sum()
-    grads = torch.autograd.grad(total, tuple(leaves.values()), materialize_grads=True)
-    found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: x.detach() for name, x in found.items()}
-
-
-def _evaluate_branch(branch: Branch, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-    x = x if branch.before is None else branch.before * x
-    if branch.turn is not None:
-        turn = branch.turn
-        table = given[_table_name(branch)][: x.shape[2]]
-        half = turn.rope_dim // 2
-        angles = table[..., :half] if turn.table_layout == "first_half" else table[..., ::2]
-        x = oracle.rope(
-            x,
-            angles.permute(1, 2, 0, 3),
-            rope_offset=turn.rope_offset,
-            interleaved=turn.interleaved,
-            interleaved_output=turn.interleaved_output,
-            output_scale=turn.output_scale,
-            attention_factor=turn.attention_factor,
-            inverse=turn.inverse,
-        )
-    return x if branch.after is None else branch.after * x

@@ -137,7 +137,9 @@ def test_the_scale_is_applied_once(fold, log2, engine, attn_scale, is_causal, on
     keywords = {"attn_scale": given, "use_causal_mask": is_causal}
     got = attend(q, k, column(1, 0), settings, **keywords)["o"].flatten().tolist()
     # twice it would be 0.73106 for 0.5, and with 1 / ln 2 under natural exp 0.94712
-    assert got == pytest.approx([1.0 if is_causal else ONCE[attn_scale], ONCE[attn_scale]], abs=1e-5)
+    assert got == pytest.approx(
+        [1.0 if is_causal else ONCE[attn_scale], ONCE[attn_scale]], abs=1e-5
+    )
 
 
 @EVERYWHERE

@@ -113,6 +113,32 @@ def test_a_hand_made_backward_may_keep_or_fold_its_scale_node(fold, log2, style)
     check(got, [("do", 0.5)])
 
 
+@pytest.mark.parametrize(("fold", "log2"), FOLDS)
+@pytest.mark.parametrize("changed", ["nothing", "inverse", "output_scale", "scale"])
+def test_a_rotation_behind_a_scale_node_is_compared_too(fold, log2, changed):
+    g, t = start(fold, log2)
+    q = g.scale(g.rope(t["x"], t["freqs"], half_width=True).set_output(True), 0.5)
+    o, _ = g.sdpa(q, g.rope(t["k"], t["freqs"], half_width=True), t["v"], 0.3, name="attn")
+    o.set_output(True)
+    given = inputs()
+
+    b = ropegraph.pygraph(io_data_type=F64, fold_contract=g.fold_contract)
+    t = {n: b.tensor_like(given[n], name=n) for n in ("x", "k", "v", "do", "freqs")}
+    stats = b.tensor((1, 2, 3, 1), name="stats")
+    dq, dk, _ = b.sdpa_backward(
+        t["x"], t["k"], t["v"], b.tensor_like(given["do"]), t["do"], stats, 0.3, name="attn"
+    )
+    dq = b.scale(dq, 0.6 if changed == "scale" else 0.5)
+    keywords = {"inverse": {"inverse": True}, "output_scale": {"output_scale": 1.5}}
+    b.rope_backward(dq, t["freqs"], half_width=True, **keywords.get(changed, {})).set_output(True)
+    b.rope_backward(dk, t["freqs"], half_width=True).set_output(True)
+    if changed == "nothing":
+        b.build()
+    else:
+        with pytest.raises(ropegraph.FoldContractError, match="'attn'"):
+            b.build()
+
+
 def test_the_users_own_scales_multiply():
     g, t = start("q", log2=False)
     q = g.rope(g.scale(t["x"], 0.5), t["freqs"], 3.0, half_width=True, name="rope_q")

@@ -195,29 +195,30 @@ def test_a_scale_of_the_users_own_multiplies(fold, log2):
         o, _ = g.sdpa(q, k, t["v"], 0.5, name="attn")
         return {"o": o}
 
-    g, got = run(build, fold, log2)
+    _, got = run(build, fold, log2)
     check(got, {"o": attend(turned("q", 3.0), turned("k", -0.5), inputs()["v"], 0.5)})
     _, plain = run(build, "off", log2=False)
     assert_within(got["o"], plain["o"], relative(plain["o"], 1e-12), "o")
 
 
-@pytest.mark.parametrize("log2", [False, True])
+@pytest.mark.parametrize(("fold", "log2"), FOLDS)
 @pytest.mark.parametrize("wanted", ["q_rot", "k_rot"])
-def test_auto_declines_where_the_caller_wants_the_gradient_of_q_rot(wanted, log2):
-    # dQ_rot bound by the caller is the gradient of the unscaled Q_rot: it may not lose the scale.
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("is_visible", [False, True])
+def test_the_gradient_of_a_rotated_tensor_does_not_show_the_fold(
+    fold, log2, wanted, alone, is_visible
+):
     given = inputs()
-    g = Graph(io_data_type=F64, fold="auto", fold_log2=log2)
+    g = Graph(io_data_type=F64, fold=fold, fold_log2=log2)
     t = {n: g.tensor_like(x, name=n) for n, x in given.items()}
-    q, k = rope(g, t, "q"), rope(g, t, "k")
-    for tensor, name in ((q, "q_rot"), (k, "k_rot")):
-        tensor.set_output(True).set_name(name)
+    q, k = (rope(g, t, n).set_output(is_visible).set_name(f"{n}_rot") for n in "qk")
     o, _ = g.sdpa(q, k, t["v"], 0.5, name="attn")
     o.set_output(True).set_name("o")
-    backward = g.backward_graph(["o"], ["q", "k", "v", wanted])
+    backward = g.backward_graph(["o"], [wanted] if alone else ["q", "k", "v", wanted])
     given["do"] = normal(DIM, F64, seed=9)
     got = execute(g, given)
     got |= execute(backward, given | got)
-    leaves = {n: oracle.leaf(x) for n, x in (("q_rot", turned("q")), ("k_rot", turned("k")))}
+    leaves = {"q_rot": oracle.leaf(turned("q")), "k_rot": oracle.leaf(turned("k"))}
     want = attend(leaves["q_rot"], leaves["k_rot"], given["v"], 0.5)
     (grad,) = oracle.gradients(want, [leaves[wanted]], given["do"])
     assert_within(got[f"d{wanted}"], grad, relative(grad, 1e-12), wanted)

@@ -43,12 +43,13 @@ def views(
 ) -> list[Tensor]:
     """[h, length, d] views of ``buffer``, one a sequence, with the strides of ``value``.
 
-    Raises PositionError if a sequence reaches past the end of the buffer's memory.
+    Raises PositionError if a sequence reaches past the last element of the buffer: the memory
+    behind it may belong to another tensor.
     """
     _, h, _, d = value.dim
     _, stride_h, stride_s, stride_d = value.stride
     first = buffer.storage_offset()
-    room = buffer.untyped_storage().nbytes() // buffer.element_size() - first
+    room = _span(buffer)
     found: list[Tensor] = []
     for i, (start, length) in enumerate(zip(starts, lengths, strict=False)):
         reach = start + (h - 1) * stride_h + (length - 1) * stride_s + (d - 1) * stride_d + 1
@@ -60,6 +61,14 @@ def views(
         shape = (h, length, d)
         found.append(buffer.as_strided(shape, (stride_h, stride_s, stride_d), first + start))
     return found
+
+
+def _span(buffer: Tensor) -> int:
+    """Elements from the first to the last one of a buffer, inclusive."""
+    if buffer.numel() == 0:
+        return 0
+    steps = zip(buffer.shape, buffer.stride(), strict=True)
+    return 1 + sum((extent - 1) * stride for extent, stride in steps)
 
 
 def parts(step: Step, env: Sequence[Tensor], ports: Sequence[str]) -> list[list[Tensor]]:
