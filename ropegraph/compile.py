@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
 import torch
 
 from ropegraph.engines import manifest
-from ropegraph.errors import GraphError
+from ropegraph.engines.cudnn_sdpa.version import installed
+from ropegraph.errors import GraphError, UnsupportedError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir.contract import FoldContract
 from ropegraph.ir.graph import Graph
 from ropegraph.lowering.choose import choose, reasons, slots_of
-from ropegraph.lowering.engine import Device
+from ropegraph.lowering.engine import Device, Engine, Executable, Step
 from ropegraph.lowering.memory import place
 from ropegraph.lowering.plan import Plan
 from ropegraph.passes import pipeline
@@ -24,11 +25,17 @@ from ropegraph.passes.rewrite import Decision
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph after the passes, with a plan for one device."""
+    """A graph after the passes, with a plan for one device.
+
+    refused: (node, engine) -> what an engine said when it was to compile the node.
+    """
 
     trace: tuple[pipeline.Trace, ...]
     plan: Plan
     allowed: tuple[str, ...]
+    refused: Mapping[tuple[str, str], tuple[str, ...]] = field(
+        default_factory=dict[tuple[str, str], tuple[str, ...]]
+    )
 
     @property
     def recorded(self) -> Graph:
@@ -46,12 +53,26 @@ class Lowered:
 
     def why_not(self, engine: str) -> dict[str, tuple[str, ...]]:
         """Node name -> every rule it breaks on ``engine``; nodes that could run are left out."""
-        asked = [manifest.load(engine)]
+        asked, plan = [manifest.load(engine)], self.plan
         found = {
-            node.name: reasons(self.plan.graph, node, self.plan.device, asked, (engine,))[engine]
-            for node in self.plan.graph.nodes
+            node.name: reasons(plan.graph, node, plan.device, asked, (engine,), self.refused)
+            for node in plan.graph.nodes
         }
-        return {name: broken for name, broken in found.items() if broken}
+        return {name: broken[engine] for name, broken in found.items() if broken[engine]}
+
+    def without(self, step: Step, error: UnsupportedError) -> Lowered:
+        """The same with another engine for a step whose engine could not compile it.
+
+        Raises UnsupportedError, caused by ``error``, if none is left.
+        """
+        refused = {**self.refused, (step.name, step.engine): tuple(str(error).splitlines())}
+        plan = self.plan
+        known = _known(self.allowed)
+        try:
+            steps = choose(plan.graph, plan.device, known, self.allowed, refused)
+        except UnsupportedError as none_left:
+            raise none_left from error
+        return replace(self, plan=replace(plan, steps=steps), refused=refused)
 
 
 def lower(graph: Graph, device: Device, engines: tuple[str, ...] | None) -> Lowered:
@@ -63,16 +84,29 @@ def lower(graph: Graph, device: Device, engines: tuple[str, ...] | None) -> Lowe
     allowed = manifest.DEFAULT if engines is None else engines
     trace = pipeline.run(graph)
     final = trace[-1].graph
-    known = [manifest.load(name) for name in dict.fromkeys((*manifest.DEFAULT, *allowed))]
     offsets, size = place(final)
-    steps = choose(final, device, known, allowed)
-    plan = Plan(final, device, steps, slots_of(final), offsets, size)
-    return Lowered(trace, plan, allowed)
+    steps = choose(final, device, _known(allowed), allowed)
+    return Lowered(trace, Plan(final, device, steps, slots_of(final), offsets, size), allowed)
 
 
-def compile_plan(plan: Plan) -> Runnable:
-    """Compile every step: the costly part, once per plan and device."""
-    return Runnable(plan, [manifest.load(s.engine).compile(s, plan.device) for s in plan.steps])
+def _known(allowed: tuple[str, ...]) -> list[Engine]:
+    return [manifest.load(name) for name in dict.fromkeys((*manifest.DEFAULT, *allowed))]
+
+
+def compile_plan(lowered: Lowered) -> tuple[Lowered, Runnable]:
+    """Compile every step: the costly part, once per graph and device.
+
+    A step that its engine cannot compile after all (cuDNN may find no plan) goes to the next
+    allowed engine; the Lowered that comes back says so.
+    """
+    executables: list[Executable] = []
+    while len(executables) < len(lowered.plan.steps):
+        step = lowered.plan.steps[len(executables)]
+        try:
+            executables.append(manifest.load(step.engine).compile(step, lowered.plan.device))
+        except UnsupportedError as error:
+            lowered = lowered.without(step, error)
+    return lowered, Runnable(lowered.plan, executables)
 
 
 def engine_names(given: object) -> tuple[str, ...] | None:
@@ -98,4 +132,4 @@ def device_of(where: torch.device) -> Device:
         return Device(where.type)
     index = torch.cuda.current_device() if where == torch.device("cuda") else where.index
     major, minor = torch.cuda.get_device_capability(index)
-    return replace(Device("cuda", index), sm=10 * major + minor)
+    return Device("cuda", index, sm=10 * major + minor, cudnn=installed())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ropegraph.api import report
 from ropegraph.api.backward import derive
 from ropegraph.api.checks import as_choice, as_count, as_flag, refuse_unknown
-from ropegraph.api.handle import Handle, as_handle
+from ropegraph.api.handle import Handle, as_handle, create_handle
 from ropegraph.api.recording import Recorder, declare
 from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
@@ -108,6 +109,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         self._ir: IrGraph | None = None
         self._lowered: Lowered | None = None
         self._runnables: dict[torch.device, Runnable] = {}
+        self._building = threading.Lock()
         self._keys: dict[Any, str] = {}
         self._bound: dict[str, Any] = {}
         self.saved: list[str] = []
@@ -229,7 +231,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         for bound in self._bound.values():
             if isinstance(bound, torch.Tensor) and bound.device.type != "cpu":
                 return bound.device
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return create_handle().device
 
     def create_execution_plans(self, heuristics: object = None) -> None:
         """Plan; the heuristics are a hint."""
@@ -241,7 +243,6 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def build_plans(self, policy: object = None) -> None:
         """Compile every step."""
-        self.build_operation_graph()
         self._runnable(self._device())
 
     def build(self, heuristics: object = None, policy: object = None) -> None:
@@ -250,14 +251,20 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def _runnable(self, device: torch.device) -> Runnable:
         """The compiled plan for a device: a graph built for a GPU also runs on CPU buffers."""
-        if device not in self._runnables:
-            self.build_operation_graph()
-            assert self._lowered is not None
-            assert self._ir is not None
-            where, lowered = device_of(device), self._lowered
-            if where != lowered.plan.device:
-                lowered = lower(self._ir, where, self._engines)
-            self._runnables[device] = compile_plan(lowered.plan)
+        found = self._runnables.get(device)
+        if found is not None:
+            return found
+        with self._building:
+            if device not in self._runnables:
+                self.build_operation_graph()
+                assert self._lowered is not None
+                assert self._ir is not None
+                where = device_of(device)
+                if where == self._lowered.plan.device:
+                    self._lowered, found = compile_plan(self._lowered)
+                else:
+                    _, found = compile_plan(lower(self._ir, where, self._engines))
+                self._runnables[device] = found
         return self._runnables[device]
 
     def get_workspace_size(self) -> int:
@@ -364,6 +371,8 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     @property
     def fold_contract(self) -> FoldContract:
         """What a backward graph of this forward must agree with: pass it as fold_contract=."""
+        # It names the engine that draws each dropout mask, which compiling may still change.
+        self.build_plans()
         return self.lowered.contract
 
     def why_not(self, engine: str) -> dict[str, tuple[str, ...]]:

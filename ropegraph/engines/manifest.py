@@ -14,8 +14,8 @@ ENGINES: dict[str, str] = {
     "torch": "ropegraph.engines.torch_executor.engine:TorchExecutor",
     "reference": "ropegraph.engines.reference.engine:Reference",
 }
-# reference is exact and slow: it runs only where it is asked for by name.
-DEFAULT: tuple[str, ...] = ("torch",)
+# reference is exact and slow, cudnn.rope_sdpa takes whole graphs: both run only by name.
+DEFAULT: tuple[str, ...] = ("cudnn.sdpa", "torch")
 
 
 @cache

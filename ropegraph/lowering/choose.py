@@ -10,6 +10,9 @@ from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Attention, Op, SdpaBackward, op_name
 from ropegraph.lowering.engine import Device, Engine, Step
 
+# (node, engine) -> why the engine could not compile the node after all.
+Refused = Mapping[tuple[str, str], tuple[str, ...]]
+
 
 def slots_of(graph: Graph) -> dict[str, int]:
     """A place for every value in the list of tensors that executables are called with."""
@@ -17,7 +20,12 @@ def slots_of(graph: Graph) -> dict[str, int]:
 
 
 def reasons(
-    graph: Graph, node: Node[Op], device: Device, engines: Sequence[Engine], allowed: Sequence[str]
+    graph: Graph,
+    node: Node[Op],
+    device: Device,
+    engines: Sequence[Engine],
+    allowed: Sequence[str],
+    refused: Refused | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """Engine name -> every rule the node breaks there; empty for an engine that can run it."""
     step = Step(node, graph.values, "", slots_of(graph))
@@ -31,21 +39,27 @@ def reasons(
         elif not isinstance(node.attrs, engine.ops):
             found[engine.name] = (f"has no {op_name(node.attrs)}",)
         else:
-            found[engine.name] = engine.why_not(step, device)
+            built = (refused or {}).get((node.name, engine.name), ())
+            found[engine.name] = (*engine.why_not(step, device), *built)
     return found
 
 
 def choose(
-    graph: Graph, device: Device, engines: Sequence[Engine], allowed: Sequence[str]
+    graph: Graph,
+    device: Device,
+    engines: Sequence[Engine],
+    allowed: Sequence[str],
+    refused: Refused | None = None,
 ) -> tuple[Step, ...]:
     """One step per node, each with the first allowed engine that can run it.
 
+    refused: reasons that came up when an engine compiled a node.
     Raises UnsupportedError listing every broken rule of every engine.
     """
     slots = slots_of(graph)
     steps: list[Step] = []
     for node in graph.nodes:
-        broken = reasons(graph, node, device, engines, allowed)
+        broken = reasons(graph, node, device, engines, allowed, refused)
         able = [name for name in allowed if not broken.get(name, ("unknown",))]
         if not able:
             raise UnsupportedError(_message(graph, node, device, broken), broken)

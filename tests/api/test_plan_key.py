@@ -31,6 +31,7 @@ class Recorded:
         rope: dict[str, Any] | None = None,
         sdpa: dict[str, Any] | None = None,
         after: Callable[[Any], object] | None = None,
+        is_ragged: bool = False,
     ) -> None:
         g = ropegraph.pygraph(**{"io_data_type": HALF, **(graph or {})})
         self.g, self.t = g, {}
@@ -42,6 +43,9 @@ class Recorded:
         about = {"dim": [1, H, S, S], "name": "bias", "data_type": torch.float32}
         self.t["bias"] = g.tensor(**{**about, **self._read(bias)})
         self.t["sink"] = g.tensor([1, H, 1, 1], name="sink")
+        if is_ragged:
+            offset = g.tensor([B + 1, 1, 1, 1], data_type=torch.int32)
+            self.t["v"].set_ragged_offset(offset)
         rotation = {"freqs": self.t["freqs"], "name": "rope", **(rope or {})}
         self.rotated = g.rope(self.t["q"], **self._read(rotation))
         keywords = {"name": "attn", "generate_stats": True, **self._read(sdpa)}
@@ -99,14 +103,12 @@ TENSOR = {
     "stride": {"stride": [H * S * S, S * S, 1, S]},
     "data_type": {"data_type": torch.bfloat16},
     "is_pass_by_value": {"is_pass_by_value": True},
-    "ragged_offset": {
-        "ragged_offset": Make(lambda r: r.g.tensor([2, 1, 1, 1], data_type=torch.int32))
-    },
     "uid": {"uid": 77},
     "name": {"name": "other"},
     "ragged_offset_multiplier": {"ragged_offset_multiplier": 2},
 }
-TENSOR_NOT = {"is_virtual", "reordering_type", "alignment_value", "fe_arguments"}
+# "ragged_offset" is varied by is_ragged: only data may have one.
+TENSOR_NOT = {"is_virtual", "ragged_offset", "reordering_type", "alignment_value", "fe_arguments"}
 ROPE = {
     "freqs": {"freqs": Make(lambda r: r.g.tensor([S + 1, 1, 1, D]))},
     "output_scale": {"output_scale": 1.0000001},
@@ -179,6 +181,7 @@ def variants() -> dict[str, Recorded]:
     found |= {f"rope {n}": Recorded(rope=x) for n, x in ROPE.items()}
     found |= {f"sdpa {n}": Recorded(sdpa=x) for n, x in SDPA.items() if x}
     found |= {f"after {n}": Recorded(after=x) for n, x in AFTER.items()}
+    found["ragged"] = Recorded(sdpa=PADDED, is_ragged=True)
     return found
 
 

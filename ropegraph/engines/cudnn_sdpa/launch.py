@@ -26,16 +26,16 @@ def build(step: Step, device: Device) -> Executable:
 
 
 class _Local(threading.local):
-    """What one thread writes while it calls: its pointers, its host scale, its workspaces."""
+    """What one thread writes while it calls: its pointers, its host scale, its scratch memory."""
 
     def __init__(self, count: int) -> None:
         self.pointers: Array[c_void_p] = (c_void_p * count)()
         self.scale = c_float()
-        self.scratch: dict[int, _Scratch] = {}
+        self.scratch: _Scratch | None = None
 
 
 class _Scratch:
-    """A workspace, its address, and where the repair's copies lie in it."""
+    """Scratch memory, its address, and where the repair's copies lie in it."""
 
     def __init__(self, memory: torch.Tensor, repair: Repair | None) -> None:
         self.memory, self.address = memory, memory.data_ptr()
@@ -47,6 +47,8 @@ class Launch:
 
     workspace_bytes: scratch memory that it needs while it runs.
     """
+
+    can_be_captured = True
 
     def __init__(self, name: str, recipe: Recipe, plan: BuiltPlan) -> None:
         self.name, self.plan, self.index = name, plan, recipe.device.index
@@ -76,7 +78,7 @@ class Launch:
             place, slot = places.host_scale
             local.scale.value = self._scale(float(env[slot]))
             pointers[place] = addressof(local.scale)
-        scratch = self._scratch(stream)
+        scratch = self._scratch(env[-1])
         for place, start in places.in_scratch:
             pointers[place] = scratch.address + start
         if self.repair is not None:
@@ -105,14 +107,10 @@ class Launch:
             )
         return given * self.scale_unit
 
-    def _scratch(self, stream: int) -> _Scratch:
-        found = self.local.scratch.get(stream)
-        if found is None:
-            # Made on the stream that uses it, so that its memory is never handed on too early.
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index)):
-                size, device = self.workspace_bytes, f"cuda:{self.index}"
-                memory = torch.empty(size, dtype=torch.uint8, device=device)
-            found = self.local.scratch[stream] = _Scratch(memory, self.repair)
+    def _scratch(self, memory: torch.Tensor) -> _Scratch:
+        found = self.local.scratch
+        if found is None or found.address != memory.data_ptr():
+            found = self.local.scratch = _Scratch(memory, self.repair)
         return found
 
 
