@@ -299,7 +299,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             self._refuse_twice(variant_pack)
         buffers = {**self._bound, **given} if self._bound else given
         stream = None
-        handle = handle or self._handle
+        handle = self._handle if handle is None else handle
         if handle is not None:
             stream = as_handle(handle, "execute: handle").stream
         runnable = self._runnables.get(_CPU) if len(self._runnables) == 1 else None
@@ -311,7 +311,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
         for buffer in buffers.values():
-            if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
+            if isinstance(buffer, torch.Tensor) and buffer.device.type not in ("cpu", "meta"):
                 return buffer.device
         return (
             _CPU if any(isinstance(b, torch.Tensor) for b in buffers.values()) else self._device()
