@@ -18,11 +18,15 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt
 
+# cuDNN Frontend records a graph without CUDA, which is what the tests read; what it would bring
+# along, gigabytes of CUDA, they do not need.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--no-deps nvidia-cudnn-frontend
 	touch $@
 
 # Threads that wait for each other asleep, not spinning, get along with whatever else runs.

@@ -306,7 +306,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             self._refuse_twice(variant_pack)
         buffers = {**self._bound, **given} if self._bound else given
         stream = None
-        handle = handle or self._handle
+        handle = self._handle if handle is None else handle
         if handle is not None:
             stream = as_handle(handle, "execute: handle").stream
         runnable = self._runnable(self._buffers_device(buffers))
@@ -317,7 +317,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
         """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""
         for buffer in buffers.values():
-            if isinstance(buffer, torch.Tensor) and not buffer.is_cpu:
+            if isinstance(buffer, torch.Tensor) and not (buffer.is_cpu or buffer.is_meta):
                 return buffer.device
         return _CPU if buffers else self._device()
 

@@ -63,7 +63,7 @@ class Recorder:
         tensor.spec.constant = number
         return tensor
 
-    def add_like(self, template: Any, name: str = "") -> Tensor:
+    def add_like(self, template: Any, name: str = "", where: str = "tensor_like") -> Tensor:
         """A handle with the dims, strides and data type of a framework or graph tensor."""
         if isinstance(template, Tensor):
             tensor = self.add_tensor(template.get_dim(), name)
@@ -72,16 +72,10 @@ class Recorder:
                 template.get_data_type(),
             )
             return tensor
-        if not isinstance(template, torch.Tensor):
-            if not hasattr(template, "__dlpack__"):
-                raise GraphError(
-                    f"tensor_like({template!r:.60}): use a torch tensor, a graph tensor or an "
-                    "object with __dlpack__"
-                )
-            template = torch.from_dlpack(template)
-        tensor = self.add_tensor(template.shape, name)
-        tensor.set_stride(template.stride()).set_data_type(template.dtype)
-        return tensor
+        array = _as_torch(template, where)
+        dtype = as_dtype(array.dtype, f"{where}: data_type")
+        tensor = self.add_tensor(array.shape, name)
+        return tensor.set_stride(array.stride()).set_data_type(dtype)
 
     def adopt(self, given: Any, where: str) -> Tensor:
         """The handle for an argument: the caller's own, or one bound to a framework tensor."""
@@ -91,7 +85,7 @@ class Recorder:
             return given
         if isinstance(given, torch.Tensor) or hasattr(given, "__dlpack__"):
             if id(given) not in self._adopted:
-                tensor = self.add_like(given)
+                tensor = self.add_like(given, where=where)
                 tensor.spec.bound = given.detach() if isinstance(given, torch.Tensor) else given
                 # The pair keeps the object alive, so that its id stays its own.
                 self._adopted[id(given)] = given, tensor
@@ -277,6 +271,19 @@ class Recorder:
             {port: names[t] for port, t in node.inputs.items()},
             {port: names[t] for port, t in node.outputs.items()},
         )
+
+
+def _as_torch(given: Any, where: str) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given
+    if not hasattr(given, "__dlpack__"):
+        raise GraphError(
+            f"{where}: {given!r:.60} is no torch tensor, graph tensor or object with __dlpack__"
+        )
+    try:
+        return torch.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise GraphError(f"{where}: {given!r:.60} cannot be read by DLPack: {error}") from error
 
 
 def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ropegraph.api.checks import as_choice, as_count, as_flag, as_number
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
 from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import Rope, RopeBackward
@@ -42,6 +42,8 @@ def rotation(
 
     Raises GraphError naming ``where``, the argument, its value and what would work.
     """
+    others = {name: given for name, given in sources.items() if name not in LATER}
+    refuse_unknown(where, others, {"out_dims": None})
     _one_source(where, freqs, sources)
     r = as_count(rope_dim, f"{where}: rope_dim") or width
     pairs_in = as_flag(interleaved, f"{where}: interleaved")
