@@ -11,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types examples format bench clean
+.PHONY: help setup demo test check lint types examples format bench clean gpu-test
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +34,10 @@ demo: $(STAMP)  ## the main job: graphs, folds, error table, training on a real 
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph demo $(ARGS)
 
 test: $(STAMP)  ## every test that needs no GPU; one thread, so figures repeat
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
+
+gpu-test:  ## the whole suite on a CUDA device, with the python that has CuPy and cuDNN
+	$(PYTHON) -m pytest $(ARGS)
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/
 
@@ -54,7 +57,7 @@ format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## time rope + attention beside plain torch
-	$(BIN)/python -m ropegraph bench $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph bench $(ARGS)
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis out

@@ -244,8 +244,8 @@ def test_a_workspace_that_is_a_buffer_as_well():
     for name in ("q", "o"):
         shape = pack[name].shape
         inside = workspace[: 4 * shape.numel()].view(F32).view(shape).copy_(pack[name])
-        refused(g, pack | {name: inside}, f"the workspace shares memory with the buffer of {name!r}",
-                workspace=workspace)  # fmt: skip
+        words = f"the workspace shares memory with the buffer of {name!r}"
+        refused(g, pack | {name: inside}, words, workspace=workspace)
 
 
 def test_a_graph_without_virtual_tensors_needs_none():

@@ -9,7 +9,10 @@ import torch
 
 import ropegraph
 from ropegraph import GraphError, UnsupportedError, diagonal_alignment
+from ropegraph.engines import manifest
 from tests.api.graphs import F16, F32, new, run
+
+ENGINES = ", ".join(manifest.ENGINES)
 
 Q, K, V = (2, 6, 5, 8), (2, 2, 7, 8), (2, 3, 7, 4)
 INT32 = torch.int32
@@ -479,10 +482,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "intermediate_data_type=data_type.BOO",
     ),
     "handle": ({"handle": 5}, "handle=5; use what create_handle() returns"),
-    "engine": ({"engines": ("cudnn",)}, "engines: 'cudnn' is no engine; use torch, reference"),
+    "engine": ({"engines": ("cudnn",)}, f"engines: 'cudnn' is no engine; use {ENGINES}"),
     "one engine": ({"engines": "cudnn"}, "engines: 'cudnn' is no engine"),
-    "no engines": ({"engines": ()}, "engines=() allows nothing; use some of torch, reference"),
-    "engines of a number": ({"engines": 5}, "engines=5; use names out of torch, reference"),
+    "no engines": ({"engines": ()}, f"engines=() allows nothing; use some of {ENGINES}"),
+    "engines of a number": ({"engines": 5}, f"engines=5; use names out of {ENGINES}"),
     "unknown keyword": ({"colour": "red"}, "colour='red' is no argument of this operation"),
 }
 
@@ -531,5 +534,5 @@ def test_why_an_engine_would_not():
     assert d.g.why_not("reference") == {}
     assert d.g.why_not("torch") == {}
     assert issubclass(ropegraph.cudnnGraphNotSupportedError, UnsupportedError)
-    with pytest.raises(GraphError, match="'cudnn' is no engine; use torch, reference"):
+    with pytest.raises(GraphError, match=f"'cudnn' is no engine; use {ENGINES}"):
         d.g.why_not("cudnn")
