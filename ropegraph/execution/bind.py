@@ -16,7 +16,7 @@ from torch import Tensor
 from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import disjoint, overlaps
-from ropegraph.ir.graph import Value
+from ropegraph.ir.graph import Value, rotated_by
 from ropegraph.lowering.plan import Plan
 
 
@@ -183,7 +183,10 @@ class Binder:
         )
 
     def _check_overlap(self, env: list[Any]) -> None:
-        """No output may share memory with another, or with an input that is still to be read."""
+        """No output may share memory with another, or with an input that is still to be read.
+
+        A rotation alone may write where it reads, if that is exactly the same place.
+        """
         graph = self.plan.graph
         last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
         for i, node in enumerate(graph.nodes):
@@ -196,13 +199,30 @@ class Binder:
                         f"the buffer of output {output!r} overlaps itself: shape "
                         f"{list(mine.shape)}, strides {list(mine.stride())}"
                     )
+                rotated = rotated_by(node, output)
                 for name, slot in self.required:
                     reads_later = last_read.get(name, -1) >= i or name in graph.outputs
+                    if name == rotated and self._is_in_place(name, i, last_read, mine, env[slot]):
+                        continue
                     if name != output and reads_later and not disjoint(mine, env[slot]):
                         raise GraphError(
                             f"the buffer of output {output!r} (written by {node.name!r}) shares "
                             f"memory with that of {name!r}; use separate buffers"
                         )
+
+    def _is_in_place(
+        self, name: str, step: int, last_read: Mapping[str, int], out: Tensor, x: Tensor
+    ) -> bool:
+        """True if ``out`` is the very memory of ``x``, which nothing reads afterwards."""
+        if (out.data_ptr(), out.shape, out.stride()) != (x.data_ptr(), x.shape, x.stride()):
+            return False
+        if x.requires_grad and x.is_leaf:
+            raise GraphError(
+                f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
+                "use a separate output"
+            )
+        is_dense = self.values[name].ragged_offset is None
+        return is_dense and last_read[name] == step and len(self.plan.graph.reading(name)) == 1
 
 
 def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
-from ropegraph.ir.ops import Op
+from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
 
 if TYPE_CHECKING:
     from ropegraph.ir.contract import FoldContract
@@ -158,6 +158,17 @@ class Graph:
         from ropegraph.ir.printer import print_graph
 
         return print_graph(self)
+
+
+def rotated_by(node: Node[Any], output: str) -> str | None:
+    """The value that ``node`` rotates into ``output``; None if the node is no rotation."""
+    if isinstance(node.attrs, RopePair):
+        port = next(p for p, v in node.outputs.items() if v == output)
+        names, suffix = node.attrs.parts, port[-1]
+        return node.inputs[("dY" if isinstance(names[0], RopeBackward) else "input") + suffix]
+    if isinstance(node.attrs, (Rope, RopeBackward)):
+        return node.inputs["dY" if isinstance(node.attrs, RopeBackward) else "input"]
+    return None
 
 
 def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:

@@ -40,6 +40,8 @@ class Rotator:
     def __call__(self, x: Tensor, out: Tensor, tables: Tables) -> None:
         """Write the rotated x to ``out``; ``tables`` are unscaled and as long as x."""
         attrs = self.attrs
+        if x.data_ptr() == out.data_ptr():
+            x = x.clone()  # in place: every product reads what the first one would overwrite
         x1, x2 = split_pairs(x, attrs, self.reads)
         out1, out2 = split_pairs(out, attrs, self.writes)
         cos1, sin1, cos2, sin2 = scaled(tables, self.factor)
