@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ropegraph.api.checks import as_dims, as_strides
-from ropegraph.api.tensor import Tensor, packed_like, row_major, settled_strides
+from ropegraph.api.tensor import Tensor, packed_like, settled_strides
 from ropegraph.dtypes import INDEX, DType, as_dtype, wider
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
