@@ -41,8 +41,8 @@ class _Derivation:
     def __init__(self, forward: pygraph, outputs: list[Any], inputs: list[Any]) -> None:
         self.forward = forward
         self.nodes = forward.recorder.nodes
-        self.outputs = [self._tensor(t, "outputs") for t in outputs]
-        self.inputs = [self._tensor(t, "inputs") for t in inputs]
+        self.outputs = self._tensors(outputs, "outputs")
+        self.inputs = self._tensors(inputs, "inputs")
         if not self.outputs or not self.inputs:
             raise GraphError("backward_graph: give at least one output and one input")
         for tensor in self.outputs:
@@ -53,6 +53,11 @@ class _Derivation:
         self.wanted = self._on_the_way()
         self.copies: dict[Tensor, Tensor] = {}
         self.partial: dict[Tensor, list[Tensor]] = {}
+
+    def _tensors(self, given: Any, argument: str) -> list[Tensor]:
+        """One tensor or several, each of them once."""
+        several = [given] if isinstance(given, (str, Tensor)) else given
+        return list(dict.fromkeys(self._tensor(t, argument) for t in several))
 
     def _tensor(self, given: Any, argument: str) -> Tensor:
         if isinstance(given, str):
@@ -100,18 +105,11 @@ class _Derivation:
 
     def _export(self) -> None:
         """Mark what the backward needs; a graph that is built already must export it by itself."""
-        needed = [
-            t
-            for node in self.nodes
-            if set(node.outputs.values()) & self._reaching() and self._is_wanted(node)
-            for t in _needs(node, self.wanted)
-        ]
-        for node in self.nodes:
-            if (
-                isinstance(node.attrs, Sdpa)
-                and "Stats" not in node.outputs
-                and self._is_wanted(node)
-            ):
+        reaching = self._reaching()
+        nodes = [n for n in self.nodes if set(n.outputs.values()) & reaching and self._is_wanted(n)]
+        needed = [t for node in nodes for t in _needs(node, self.wanted)]
+        for node in nodes:
+            if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs:
                 raise GraphError(
                     f"backward_graph: sdpa {node.name!r} gives no Stats; "
                     "record it with generate_stats=True"

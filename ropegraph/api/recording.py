@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ropegraph.api.checks import as_dims, as_strides
-from ropegraph.api.tensor import Tensor, packed_like, row_major
+from ropegraph.api.tensor import Tensor, packed_like, settled_strides
 from ropegraph.dtypes import INDEX, DType, as_dtype, wider
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
@@ -331,13 +331,10 @@ def _freeze_tensor(
 ) -> Value:
     dim, stride = tuple(tensor.get_dim()), tuple(tensor.get_stride())
     offset = tensor.get_ragged_offset()
-    # An axis of length 1 is never stepped over: its stride must not enter a plan or a key.
-    packed = packed_like(dim, stride) if 0 not in dim else row_major(dim)
-    steps = zip(dim, stride, packed, strict=True)
     return Value(
         name=names[tensor],
         dim=dim,
-        stride=tuple(s if n > 1 else p for n, s, p in steps),
+        stride=settled_strides(dim, stride),
         dtype=types[tensor],
         uid=None if tensor.get_uid() < 0 else tensor.get_uid(),
         ragged_offset=None if offset is None else names[offset],

@@ -36,7 +36,9 @@ class Score:
 
     def set_output(self, is_output: bool) -> Score:
         if is_output:
-            raise GraphError("score_mod: a value inside the callback cannot be an output")
+            raise GraphError(
+                f"{self.trace.where}: score_mod: a value inside the callback cannot be an output"
+            )
         return self
 
     def set_name(self, name: str) -> Score:

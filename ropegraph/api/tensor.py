@@ -24,12 +24,28 @@ def row_major(dim: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def settled_strides(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, where an axis of length 1 steps over all that the axes to its right span.
+
+    Such an axis is never stepped over: the stride it came with must not enter a plan or a key.
+    """
+    if 0 in dim:
+        return row_major(dim)
+    settled: list[int] = []
+    step = 1
+    for extent, given in zip(reversed(dim), reversed(stride), strict=True):
+        settled.append(given if extent > 1 else step)
+        step = max(step, given * extent) if extent > 1 else step
+    return tuple(reversed(settled))
+
+
 def packed_like(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Packed strides whose axes are nested in the order that ``stride`` nests them."""
     if any(s == 0 and n > 1 for n, s in zip(dim, stride, strict=True)):
         return row_major(dim)
-    # An axis of length 1 is never stepped over: it keeps its place among its neighbours.
-    order = sorted(range(len(dim)), key=lambda i: (stride[i] if dim[i] > 1 else 0, -i))
+    settled = settled_strides(dim, stride)
+    # Where strides are equal the left axis is the outer one.
+    order = sorted(range(len(dim)), key=lambda i: (settled[i], -i))
     strides, step = [0] * len(dim), 1
     for axis in order:
         strides[axis] = step

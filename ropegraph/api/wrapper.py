@@ -100,7 +100,16 @@ class Graph:
         missing = {*graph.inputs, *graph.visible} - {*names[0], *names[1]} - bound
         if missing:
             raise GraphError(f"Graph: {sorted(missing)} are listed in neither inputs nor outputs")
+        listed = [*names[0], *names[1]]
+        for name in listed:
+            if listed.count(name) > 1:
+                raise GraphError(f"Graph: {name!r} is listed twice in inputs and outputs")
+        for name in names[0]:
+            if graph.producer(name) is not None:
+                raise GraphError(f"Graph: input {name!r} is written by the graph; list an input")
         for name in names[1]:
+            if graph.producer(name) is None:
+                raise GraphError(f"Graph: output {name!r} is an input of the graph")
             if name not in graph.visible:
                 raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
         self._order = names[0], names[1]

@@ -21,7 +21,7 @@ from ropegraph.ir.contract import Fold, FoldEntry, fold_factors
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Sdpa, SdpaBackward
 from ropegraph.passes.agree import Stage, agreement
-from ropegraph.passes.fold_group import Group, find_group
+from ropegraph.passes.fold_group import Group, find_group, is_imported
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 SIDES: dict[str, tuple[str, ...]] = {"q": ("q",), "symmetric": ("q", "k"), "auto": ("q",)}
@@ -33,7 +33,10 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         return _by_contract(graph, node, *agreed)
     if graph.fold == "off":
         return Decline('fold="off"')
-    group = find_group(graph, node, SIDES[graph.fold], auto=graph.fold == "auto")
+    sides = SIDES[graph.fold]
+    if graph.contract is None and any(is_imported(graph, node.inputs[side]) for side in sides):
+        return _without_contract(graph, node)
+    group = find_group(graph, node, sides, auto=graph.fold == "auto")
     if isinstance(group, Decline):
         return group
     if group.has_backward and graph.contract is not None:

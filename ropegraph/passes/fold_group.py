@@ -17,6 +17,7 @@ from ropegraph.ir.ops import (
     RopeBackward,
     RopeFreqsGrad,
     Scale,
+    Sdpa,
     SdpaBackward,
     Sum,
 )
@@ -109,11 +110,22 @@ def find_group(
     return Group(tuple(nodes), producers, adjoints, {s: tuple(v) for s, v in values.items()})
 
 
+def is_imported(graph: Graph, value: str) -> bool:
+    """True if a backward node reads the value and nothing here makes it or runs it forward.
+
+    It comes from a forward graph then, whose fold it carries.
+    """
+    readers = [n.attrs for n in graph.reading(value)]
+    return (
+        graph.producer(value) is None
+        and any(isinstance(op, SdpaBackward) for op in readers)
+        and not any(isinstance(op, Sdpa) for op in readers)
+    )
+
+
 def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | None:
     producer = graph.producer(value)
-    if producer is None and not any(
-        isinstance(n.attrs, SdpaBackward) for n in graph.reading(value)
-    ):
+    if producer is None and not is_imported(graph, value):
         return f"{value!r} is an input of the graph, not made by rope"
     if producer is not None and not isinstance(producer.attrs, (Rope, Scale)):
         return f"{value!r} is not made by rope or scale but by {producer.name!r}"

@@ -36,7 +36,10 @@ class Draft:
         return self.g.rope(x, freqs, name="turn", **options).set_output(True)
 
     def sdpa(self, q: Any = Q, k: Any = K, v: Any = V, **options: Any) -> Any:
-        q, k, v = (self.t(n, *d) if isinstance(d, tuple) else d for n, d in zip("qkv", (q, k, v)))  # noqa: B905
+        q, k, v = (
+            self.t(n, *d) if isinstance(d, tuple) else d
+            for n, d in zip("qkv", (q, k, v), strict=True)
+        )
         return self.g.sdpa(q, k, v, name="attn", **options)[0].set_output(True)
 
     def backward(self, q: Any = Q, k: Any = K, v: Any = V, **options: Any) -> Any:

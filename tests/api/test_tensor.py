@@ -244,6 +244,28 @@ def test_an_output_has_the_memory_order_of_its_input(stride: tuple[int, ...], wa
 
 
 @pytest.mark.parametrize(
+    ("dim", "stride", "want"),
+    [
+        ((1, 3, 5, 8), (7, 40, 8, 1), [120, 40, 8, 1]),
+        ((1, 3, 5, 8), (7, 8, 24, 1), [120, 8, 24, 1]),
+        ((2, 3, 1, 8), (24, 8, 7, 1), [24, 8, 8, 1]),
+        ((2, 1, 5, 8), (40, 7, 8, 1), [40, 40, 8, 1]),
+        ((1, 1, 1, 8), (0, 0, 0, 1), [8, 8, 8, 1]),
+        ((2, 3, 5, 1), (15, 5, 1, 99), [15, 5, 1, 1]),
+    ],
+)
+def test_axes_of_length_1_get_the_strides_of_a_packed_tensor(
+    dim: Any, stride: Any, want: list[int]
+):
+    """They are checked by libraries that never step over them."""
+    g = new()
+    y = g.scale(g.tensor(dim, stride, name="x"), 2.0).set_output(True).set_name("y")
+    assert y.get_stride() == want
+    assert list(g.plan.graph.values["x"].stride) == want
+    assert list(g.plan.graph.values["y"].stride) == want
+
+
+@pytest.mark.parametrize(
     ("dim", "stride"),
     [((2, 1, 5, 8), (40, 7, 8, 1)), ((1, 3, 5, 8), (999, 40, 8, 1)), ((1, 1, 1, 8), (0, 0, 0, 1))],
 )

@@ -56,8 +56,8 @@ def formula(attrs: Rotation, x: Tensor, freqs: Tensor) -> Tensor:
     x, angles = x.double(), freqs.double()[: x.shape[2], :, 0].permute(1, 0, 2)[:, None]
     channels = [x[..., i] for i in range(x.shape[3])]
     sign = -1.0 if attrs.inverse else 1.0
-    pairs = zip(lanes(attrs, attrs.interleaved), lanes(attrs, attrs.interleaved_output))  # noqa: B905
-    for i, ((read1, read2), (write1, write2)) in enumerate(pairs):
+    read, written = lanes(attrs, attrs.interleaved), lanes(attrs, attrs.interleaved_output)
+    for i, ((read1, read2), (write1, write2)) in enumerate(zip(read, written, strict=True)):
         x1, x2 = x[..., read1], x[..., read2]
         t1, t2 = (sign * angles[..., column(attrs, lane, i)] for lane in (write1, write2))
         channels[write1] = attrs.attention_factor * (x1 * t1.cos() - x2 * t1.sin())

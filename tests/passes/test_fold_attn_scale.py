@@ -330,6 +330,27 @@ def test_a_fold_in_a_backward_of_its_own_needs_the_contract(fold: str):
     assert f"fold={fold!r} in a backward graph needs the forward's contract" in str(caught.value)
 
 
+@pytest.mark.parametrize("scale", [0.25, 1.0])
+@pytest.mark.parametrize("visible", [("dq", "dk"), ("dq_rot", "dk_rot")])
+def test_it_needs_the_contract_whatever_else_would_hold_it_back(scale: float, visible: Any):
+    b = backward(scale, fold="q")
+    if "dq_rot" in visible:
+        b.nodes = b.nodes[:1]
+    with pytest.raises(FoldContractError, match="needs the forward's contract"):
+        fold_attn_scale.run(b.graph(*visible))
+
+
+def test_an_input_of_both_directions_in_one_graph_is_no_other_graphs():
+    b = Build(fold="q")
+    b.tensor("q", 1, 2, 3, 8)
+    b.sdpa("attn", "q", "q", "q", stats="stats", attn_scale=0.25)
+    b.tensor("do", 1, 2, 3, 8)
+    b.sdpa_backward("bwd", "q", "q", "q", {"dQ": "dq"}, attn_scale=0.25)
+    assert set(declines(fold_attn_scale, b.graph("o", "dq")).values()) == {
+        "'q' is an input of the graph, not made by rope"
+    }
+
+
 # Groups
 
 
