@@ -135,7 +135,7 @@ def test_zero_sizes(axis: str, attrs: dict[str, Any]) -> None:
         if case.s_kv == 0:
             lse = inputs["sink_token"] if case.sink else torch.tensor(-torch.inf)
             assert not got["O"].any()
-            assert bool((got["Stats"] == lse).all())
+            torch.testing.assert_close(got["Stats"], lse.double().expand(got["Stats"].shape))
             assert not any(grads[p].any() for p in ("dQ", "dK", "dV"))
             continue
         want = expected(case, inputs, d_o)

@@ -172,7 +172,7 @@ def test_rows_that_see_nothing(sink: bool) -> None:
     assert not got["O"][:, :, :5].any()
     assert not got["dQ"][:, :, :5].any()
     lse = inputs["sink_token"].view(1, 4, 1) if sink else torch.tensor(-INF)
-    assert bool((got["Stats"][:, :, :5, 0] == lse).all())
+    torch.testing.assert_close(got["Stats"][:, :, :5, 0], lse.double().expand(2, 4, 5))
     assert not any(x.isnan().any() for x in got.values())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF
 from ropegraph.engines.torch_executor.dropout import Dropout
-from ropegraph.engines.torch_executor.logits import Logits
+from ropegraph.engines.torch_executor.logits import LN_2, LOG2_E, Logits
 from ropegraph.engines.torch_executor.masked import is_finite, seen_matmul
 from ropegraph.engines.torch_executor.problem import Shape, Tile, by_head, groups, tile_elems, tiles
 
@@ -47,11 +47,11 @@ def _forward_tile(
 ) -> None:
     o = job.o[tile.index]
     stats = None if job.stats is None else job.stats[tile.index]
-    sink = None if job.sink is None else job.sink[tile.h, None, None]
+    sink = None if job.sink is None else job.sink[tile.h, None, None] * LOG2_E
     if tile.col0 == tile.col1:
         o.zero_()
         if stats is not None:
-            stats.copy_(sink) if sink is not None else stats.fill_(NEG_INF)
+            stats.copy_(sink * LN_2) if sink is not None else stats.fill_(NEG_INF)
         return
     batches = tile.shape[0]
     q = by_head(job.q[tile.index].to(job.compute), k.shape[0] // batches)
@@ -62,12 +62,12 @@ def _forward_tile(
         top = torch.maximum(top, sink)
     # A row that sees nothing has top -inf, and -inf - -inf would be NaN.
     top.masked_fill_(top == NEG_INF, 0)
-    weights = scores.sub_(top).exp_()
+    weights = scores.sub_(top).exp2_()
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
-        total.add_((sink - top).exp_())
+        total.add_((sink - top).exp2_())
     if stats is not None:
-        stats.copy_(total.log().add_(top))
+        stats.copy_(total.log2().add_(top).mul_(LN_2))
     total.masked_fill_(total == 0, 1)
     if job.dropout is not None:
         weights.masked_fill_(job.dropout.dropped(tile, weights.device), 0)

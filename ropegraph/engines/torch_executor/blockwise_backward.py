@@ -8,7 +8,7 @@ import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF
 from ropegraph.engines.torch_executor.dropout import Dropout
-from ropegraph.engines.torch_executor.logits import Logits, scaled_bmm
+from ropegraph.engines.torch_executor.logits import LOG2_E, Logits, products, scaled_bmm
 from ropegraph.engines.torch_executor.masked import INF, is_finite, seen_matmul
 from ropegraph.engines.torch_executor.problem import (
     Group,
@@ -94,9 +94,9 @@ def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> Non
     # Contiguous, or the order of the sum (so its last bits) would follow the layout of d_o.
     d_o = job.d_o[tile.index].to(job.compute).contiguous()
     delta = (job.o[tile.index].to(job.compute).contiguous() * d_o).sum(-1, keepdim=True)
-    # exp(logit - inf) is the zero weight of a row that sees nothing.
-    lse = job.stats[tile.index].to(job.compute)
-    lse = lse.masked_fill(lse == NEG_INF, INF)
+    # exp2(logit - inf) is the zero weight of a row that sees nothing.
+    lse = job.stats[tile.index].to(job.compute).contiguous() * LOG2_E
+    lse.masked_fill_(lse == NEG_INF, INF)
     if tile.col0 == tile.col1:
         if d_q is not None:
             d_q.zero_()
@@ -106,16 +106,16 @@ def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> Non
     q = by_head(job.q[tile.index].to(job.compute), n_k)
     logits, pull = job.logits.with_pullback(q, k, tile, careful)
     seen = (logits != NEG_INF) & (lse != INF) if careful else None
-    weights = logits.sub_(lse).exp_()
+    weights = logits.sub_(lse).exp2_()
     if seen is not None:
         weights.masked_fill_(~seen, 0)
         # o is 0 in a row that sees nothing, whatever d_o holds.
         delta.masked_fill_(~seen.any(-1, keepdim=True), 0)
     if job.sink is not None and job.d_sink is not None:
-        share = (job.sink[tile.h, None, None] - lse).exp_()
+        share = (job.sink[tile.h, None, None] * LOG2_E - lse).exp2_()
         job.d_sink[tile.h].sub_((share * delta).sum((0, 2, 3)))
     d_out = by_head(d_o, n_v)
-    d_scores = torch.bmm(d_out, v.transpose(1, 2)).view(tile.shape)
+    d_scores = products(d_out, v, 1.0, tile)
     kept = weights
     if job.dropout is not None:
         dropped, factor = job.dropout.dropped(tile, weights.device), job.dropout.factor
@@ -135,7 +135,7 @@ def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> Non
     d_scores = by_head(d_scores, n_k)
     if d_q is not None:
         if seen is None:
-            out = scaled_bmm(d_scores, k, job.logits.scale, out=q.new_empty(q.shape))
+            out = scaled_bmm(d_scores, k, job.logits.scale, q.new_empty(q.shape))
         else:
             out = seen_matmul(d_scores, k, seen.view(d_scores.shape)).mul_(job.logits.scale)
         d_q.copy_(out.view(d_q.shape))

@@ -31,13 +31,21 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # int64 wraps modulo 2^64: after the mask both halves are those of the unsigned product.
+        # int64 wraps modulo 2^64, so both halves are those of the unsigned product.  c1 and c3 keep
+        # whole products: their high halves fall away with the mask that ends the next round.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((second >> 32) & LOW) ^ c1 ^ k0
-        c2 = ((first >> 32) & LOW) ^ c3 ^ k1
-        c1, c3 = second & LOW, first & LOW
+        c0, c2 = _mix(second, c1, k0), _mix(first, c3, k1)
+        c1, c3 = second, first
         k0, k1 = (k0 + _WEYL[0]) & LOW, (k1 + _WEYL[1]) & LOW
-    return c0, c1, c2, c3
+    return c0, c1 & LOW, c2, c3 & LOW
+
+
+def _mix(product: torch.Tensor, word: torch.Tensor, key: Word) -> torch.Tensor:
+    """(high half of product) xor word xor key, 32 bits."""
+    high = (product >> 32) ^ word
+    high ^= key
+    high &= LOW
+    return high
 
 
 @dataclass(frozen=True)

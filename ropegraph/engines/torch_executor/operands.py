@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import log
 from typing import Any, cast
 
 import torch
@@ -14,13 +12,12 @@ from ropegraph.dtypes import DType, wider
 from ropegraph.engines.torch_executor.band import band_of
 from ropegraph.engines.torch_executor.dropout import Dropout, Word
 from ropegraph.engines.torch_executor.flash import Flash, Scale, flash_for, rough_ports
-from ropegraph.engines.torch_executor.logits import Logits, alibi_slopes
+from ropegraph.engines.torch_executor.logits import LN_2, Logits, alibi_slopes
 from ropegraph.engines.torch_executor.problem import Shape
 from ropegraph.engines.torch_executor.score_program import ScoreMod
 from ropegraph.ir.ops import Attention, Sdpa
 from ropegraph.lowering.engine import Step
 
-LN2 = log(2.0)
 Env = Sequence[Any]
 
 
@@ -44,7 +41,7 @@ def shape_of(step: Step) -> Shape:
 def scale_reader(step: Step) -> Callable[[Env], Scale]:
     """The natural factor of q.k: attn_scale, times ln 2 where the softmax input is log2."""
     attrs = cast(Attention, step.node.attrs)
-    unit = LN2 if attrs.softmax_input_is_log2 else 1.0
+    unit = LN_2 if attrs.softmax_input_is_log2 else 1.0
     if attrs.attn_scale is not None:
         fixed = attrs.attn_scale * unit
         return lambda _: fixed
@@ -107,16 +104,15 @@ class Operands:
         shape = part.shape(self.shape)
         return flash_for(shape, self._d_qk, self._d_v, band, self.compute, self._rough)
 
-    def logits(self, env: Env, scale: Scale, part: Part, q: torch.Tensor) -> Logits:
+    def logits(self, env: Env, scale: Scale, part: Part) -> Logits:
         attrs, shape = self.attrs, self.shape
-        score_mod = bias = slopes = None
+        score_mod = bias = None
         if attrs.score_mod is not None:
             ports = {p: self._full(env[slot], part) for p, slot in self._ports.items()}
             score_mod = ScoreMod(attrs.score_mod, ports, part.b0)
         if self._bias >= 0:
             bias = self._full(env[self._bias], part)
-        if attrs.alibi:
-            slopes = _slopes(shape.h_q, self.compute, q.device)
+        slopes = alibi_slopes(shape.h_q) if attrs.alibi else ()
         return Logits(scale, band_of(attrs, part.s_q, part.s_kv), score_mod, bias, slopes)
 
     def _full(self, x: torch.Tensor, part: Part) -> torch.Tensor:
@@ -141,8 +137,3 @@ def _word(given: Any) -> Word:
     if isinstance(given, torch.Tensor):
         return int(given) if given.is_cpu else given.reshape(()).to(torch.int64)
     return int(given)
-
-
-@lru_cache(maxsize=16)
-def _slopes(heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(alibi_slopes(heads), dtype=dtype, device=device)

@@ -66,7 +66,11 @@ class ScoreMod:
     def apply(self, scores: torch.Tensor, tile: Tile) -> torch.Tensor:
         """The scores that replace ``scores``; a fresh tensor of the tile's shape."""
         result = self._run(scores, tile)
-        # In place steps follow: neither a view of an operand nor the scores themselves will do.
+        index = self.program.result.index
+        is_fresh = index < 0 or self.program.instructions[index].op != "identity"
+        if result.shape == tile.shape and is_fresh:
+            return result
+        # Steps in place follow: a view of an operand will not do.
         return result.expand(tile.shape).clone(memory_format=torch.contiguous_format)
 
     def apply_with_pullback(

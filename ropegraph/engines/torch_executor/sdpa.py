@@ -82,7 +82,7 @@ def _solve(
 ) -> None:
     if flash is not None and flash.forward(q, k, v, o, stats, scale):
         return
-    logits = operands.logits(env, scale, part, q)
+    logits = operands.logits(env, scale, part)
     sink, dropout = operands.sink(env), operands.dropout(env, part)
     shape = part.shape(operands.shape)
     forward(Forward(shape, operands.compute, logits, q, k, v, o, stats, sink, dropout))

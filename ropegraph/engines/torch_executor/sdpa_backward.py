@@ -121,7 +121,7 @@ def _solve(
     if flash is not None and flash.backward(q, k, v, o, d_o, stats, scale, *grads):
         return
     shape, compute = part.shape(operands.shape), operands.compute
-    logits = operands.logits(env, scale, part, q)
+    logits = operands.logits(env, scale, part)
     sink, dropout = operands.sink(env), operands.dropout(env, part)
     d_q, d_k, d_v = grads
     backward(
