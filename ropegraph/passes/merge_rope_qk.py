@@ -24,6 +24,11 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     first, second = found
     if first.name == second.name:
         return Decline(f"q and k are made by the same node {first.name!r}")
+    return merged(graph, first, second)
+
+
+def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
+    """Two rotations as one launch, or why they cannot be."""
     if replace(first.attrs, output_scale=1.0) != replace(second.attrs, output_scale=1.0):
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
     if _waits(graph, first, second) or _waits(graph, second, first):
