@@ -6,49 +6,59 @@ import argparse
 import json
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import ropegraph
-from ropegraph.cli.bench.cpu import Row, rows
+import ropegraph as rg
+from ropegraph.cli.bench import cpu, gpu
+from ropegraph.cli.bench.row import table
 
 
 def add_to(commands: Any) -> None:
     """Add ``bench`` to the command line."""
     command = commands.add_parser(
         "bench",
-        help="time rope + attention beside plain torch, in one run",
-        description="Ratios to the usual rotate-half formula and torch's own attention, measured "
-        "in turn in one run. Results are compared before they are timed.",
+        help="time rope + attention beside what else is installed, in one run",
+        description="Rotary attention beside plain torch on a CPU; on a GPU beside a device copy "
+        "and those of Hugging Face, torch.compile and Liger that are installed. All in one run; "
+        "results are compared before they are timed.",
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to run; a GPU if there is one"
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of the table")
     command.add_argument(
-        "--record", type=Path, metavar="DIR", help="also write DIR/cpu.md and DIR/cpu.json"
+        "--record", type=Path, metavar="FILE", help="also write FILE.md and FILE.json"
     )
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
-    measured = rows()
-    facts = _facts()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    measured = gpu.rows() if device == "cuda" else cpu.rows()
+    facts = _facts(device)
     data = json.dumps({**facts, "rows": [asdict(r) for r in measured]}, indent=1)
-    table = _table(measured)
-    print(data if options.json else table)
+    text = table(measured)
+    print(data if options.json else text)
     if options.record is not None:
-        options.record.mkdir(parents=True, exist_ok=True)
+        options.record.parent.mkdir(parents=True, exist_ok=True)
         about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-        text = f"# CPU benchmark\n\nOne run of `make bench`.\n\n{about}\n\n{table}\n"
-        (options.record / "cpu.md").write_text(text)
-        (options.record / "cpu.json").write_text(data + "\n")
+        page = (
+            f"# Benchmark on {facts['device']}\n\nOne run of `make bench`.\n\n{about}\n\n{text}\n"
+        )
+        options.record.with_suffix(".md").write_text(page)
+        options.record.with_suffix(".json").write_text(data + "\n")
     return 0
 
 
-def _facts() -> dict[str, str]:
+def _facts(device: str) -> dict[str, str]:
     """What the figures depend on."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -58,14 +68,30 @@ def _facts() -> dict[str, str]:
         cwd=Path(__file__).parent,
     )
     return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "date": date.today().isoformat(),
         "commit": commit.stdout.strip() or "unknown",
-        "ropegraph": ropegraph.__version__,
+        "ropegraph": rg.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": _processor(),
-        "threads": str(torch.get_num_threads()),
+        **({"threads": str(torch.get_num_threads())} if device == "cpu" else _versions()),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of what takes part on a GPU, as far as it is installed."""
+    names = (
+        "nvidia-cudnn-frontend",
+        "cupy-cuda13x",
+        "cupy-cuda12x",
+        "transformers",
+        "liger-kernel",
+    )
+    found = {"cuda": str(torch.version.cuda), "cudnn": rg.backend_version_string()}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _processor() -> str:
@@ -75,24 +101,3 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _table(measured: list[Row]) -> str:
-    head = ["work", "beside", "ours us", "theirs us", "figure", "target"]
-    body = [
-        [
-            row.work,
-            row.beside,
-            f"{row.ours_us:.1f}",
-            "-" if row.other_us is None else f"{row.other_us:.1f}",
-            f"{row.value:.3g} {row.unit}",
-            f"{row.target:g} {'reached' if row.is_reached else 'missed'}",
-        ]
-        for row in measured
-    ]
-    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-    lines = [head, ["-" * w for w in widths], *body]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
