@@ -51,19 +51,24 @@ def as_number(given: object, argument: str) -> float:
         raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
     if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
         raise GraphError(f"{argument}={given!r:.60} is not a number")
-    number = float(cast(Any, given))
+    try:
+        number = float(cast(Any, given))
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
-        raise GraphError(f"{argument}={number} is not finite")
+        raise GraphError(f"{argument}={given!r:.60} is not finite")
     return number
 
 
 def as_count(given: object, argument: str, low: int = 0) -> int:
-    """Read an integer of at least ``low``."""
+    """Read an integer of at least ``low`` that int64 can hold."""
     if isinstance(given, bool) or is_tensor(given) or not hasattr(given, "__index__"):
         raise GraphError(f"{argument}={given!r:.60} is not a host integer; use {low} or more")
     number = int(cast(Any, given))
     if number < low:
         raise GraphError(f"{argument}={number}; use {low} or more")
+    if number >= 2**63:
+        raise GraphError(f"{argument}={number}; use less than 2**63")
     return number
 
 

@@ -21,6 +21,8 @@ from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
 
 _RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 
+_FLOAT_MAX = float(torch.finfo(torch.float32).max)
+
 
 @dataclass
 class RecordedNode:
@@ -262,15 +264,29 @@ class Recorder:
     ) -> Node[Op]:
         attrs = node.attrs
         infer(node.name, attrs, {p: tuple(t.get_dim()) for p, t in node.inputs.items()})
+        compute = wider(*(types[t] for t in node.inputs.values()))
         if isinstance(attrs, (Rotation, Attention)):
-            read = (types[t] for t in node.inputs.values())
-            attrs = replace(attrs, compute=wider(self.compute, attrs.compute, *read))
+            compute = wider(self.compute, attrs.compute, compute)
+            attrs = replace(attrs, compute=compute)
+        _check_scales(node.name, attrs, compute)
         return Node(
             node.name,
             attrs,
             {port: names[t] for port, t in node.inputs.items()},
             {port: names[t] for port, t in node.outputs.items()},
         )
+
+
+def _check_scales(name: str, attrs: Op, compute: DType) -> None:
+    """A scale that the arithmetic cannot hold would make everything infinite."""
+    for field in ("attn_scale", "output_scale", "attention_factor", "factor"):
+        number = getattr(attrs, field, None)
+        if number is not None and compute is DType.FLOAT and abs(number) > _FLOAT_MAX:
+            argument = "scale" if field == "factor" else field
+            raise GraphError(
+                f"{op_name(attrs)} {name!r}: {argument}={number:.6g} is infinite in fp32; use less "
+                f"than {_FLOAT_MAX:.6g}, or fp64 data"
+            )
 
 
 def _as_torch(given: Any, where: str) -> torch.Tensor:
@@ -306,6 +322,27 @@ def _check_ragged(node: RecordedNode) -> None:
                 f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
                 f"ragged_offset; only {', '.join(_RAGGED_PORTS)} may be ragged"
             )
+    if not isinstance(node.attrs, Attention):
+        _check_same_offset(node)
+
+
+def _check_same_offset(node: RecordedNode) -> None:
+    """What turns or scales a ragged tensor leaves each sequence where it is."""
+    port, first = next(iter(node.inputs.items()))
+    others = (*node.inputs.items(), *node.outputs.items())
+    for other, tensor in others:
+        is_data = other not in ("freqs", "dfreqs")
+        if is_data and _place(tensor) != _place(first):
+            raise GraphError(
+                f"{op_name(node.attrs)} {node.name!r}: {other} {tensor.get_name()!r} has not the "
+                f"ragged_offset (and multiplier) of {port} {first.get_name()!r}; both must be "
+                "ragged by the same tensor, or dense"
+            )
+
+
+def _place(tensor: Tensor) -> tuple[Tensor | None, int]:
+    offset = tensor.get_ragged_offset()
+    return offset, 1 if offset is None else tensor.get_ragged_offset_multiplier()
 
 
 def _check_offsets(tensor: Tensor, offset: Tensor, dtype: DType) -> None:

@@ -129,7 +129,7 @@ class Tensor:
 
     def set_name(self, name: str) -> Tensor:
         self._change()
-        self.spec.name = str(name)
+        self.spec.name = "" if name is None else str(name)  # pyright: ignore[reportUnnecessaryComparison]
         return self
 
     def set_uid(self, uid: int) -> Tensor:

@@ -156,8 +156,9 @@ class Binder:
                 f"{value.name!r} is declared {short(value.dtype)} but bound to a "
                 f"{buffer.dtype} buffer {list(buffer.shape)}"
             )
-        if buffer.is_meta:
-            raise GraphError(f"{value.name!r} is bound to a meta tensor, which has no memory")
+        if buffer.numel() and not buffer.data_ptr():
+            kind = "meta tensor" if buffer.is_meta else type(buffer).__name__
+            raise GraphError(f"{value.name!r} is bound to a {kind} that has no memory")
         wanted = "cpu" if value.is_host else self.plan.device.type
         number = self.plan.device.index if wanted == "cuda" else None
         if buffer.device.type != wanted or (number is not None and buffer.device.index != number):

@@ -22,6 +22,11 @@ def expanded(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, :, :1].expand(x.shape)
 
 
+def emptied(x: torch.Tensor) -> torch.Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
 # What is wrong with the pack -> the pack, and words of the message.
 BAD = {
     "a missing input": (
@@ -74,8 +79,9 @@ BAD = {
     ),
     "a meta output": (
         change("stats", lambda x: x.to("meta")),
-        ["'stats' is bound to a meta tensor, which has no memory"],
+        ["'stats' is bound to a meta tensor that has no memory"],
     ),
+    "memory that was given back": (change("q", emptied), ["'q' is bound to a Tensor that has no"]),
     "objects": (
         change("q", lambda x: np.zeros(X, dtype=object)),
         ["'q': its buffer cannot be read by DLPack"],

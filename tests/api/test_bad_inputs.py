@@ -252,6 +252,11 @@ SDPA: dict[str, tuple[Make, str]] = {
     ),
     "scale of a word": (lambda d: d.sdpa(attn_scale="0.5"), "attn_scale='0.5' is not a number"),
     "scale of a flag": (lambda d: d.sdpa(attn_scale=True), "attn_scale=True is not a number"),
+    "more than float": (lambda d: d.sdpa(attn_scale=10**400), "attn_scale=1000000"),
+    "more than int64": (
+        lambda d: d.sdpa(dropout=(0.5, 2**63, 0)),
+        "dropout seed=9223372036854775808; use less than 2**63",
+    ),
     "infinite scale": (lambda d: d.sdpa(attn_scale=float("-inf")), "attn_scale=-inf is not finite"),
     "NaN scale": (lambda d: d.sdpa(attn_scale=float("nan")), "attn_scale=nan is not finite"),
     "scale of two numbers": (
@@ -393,9 +398,51 @@ BUILD: dict[str, tuple[Make, str]] = {
         lambda d: d.g.scale(ragged(d, Q, 3, 1, 1, 1, dtype=F32), 2.0).set_output(True),
         "ragged_offset 'at' is data_type.FLOAT; use int32 or int64",
     ),
+    "a ragged input and a dense output": (
+        lambda d: (
+            d.g.scale(ragged(d, Q, 3, 1, 1, 1), 2.0, name="s")
+            .set_ragged_offset(None)
+            .set_output(True)
+        ),
+        "scale 's': output 's::OUT_0' has not the ragged_offset (and multiplier) of input 'r'",
+    ),
+    "a dense input and a ragged output": (
+        lambda d: d.rope().set_ragged_offset(d.t("at", 3, 1, 1, 1, data_type=INT32)),
+        "rope 'turn': output 'turn::OUT_0' has not the ragged_offset ... both must be ragged by",
+    ),
+    "an output ragged otherwise": (
+        lambda d: (
+            d.g.scale(ragged(d, Q, 3, 1, 1, 1), 2.0, name="s")
+            .set_ragged_offset_multiplier(2)
+            .set_output(True)
+        ),
+        "scale 's': output 's::OUT_0' has not the ragged_offset",
+    ),
+    "a ragged table": (
+        lambda d: d.rope(
+            freqs=d.t("f", 5, 1, 1, 8, ragged_offset=d.t("at", 6, 1, 1, 1, data_type=INT32))
+        ),
+        "rope 'turn': freqs 'f' has a ragged_offset; only q, k, v",
+    ),
     "ragged of rank 2": (
         lambda d: d.g.scale(ragged(d, (2, 6), 3, 1, 1, 1), 2.0).set_output(True),
         "tensor 'r': a ragged tensor is [b, h, s, d], not [2, 6]",
+    ),
+    "a scale beyond fp32": (
+        lambda d: d.sdpa(attn_scale=1e39),
+        "sdpa 'attn': attn_scale=1e+39 is infinite in fp32; use less than 3.40282e+38",
+    ),
+    "a rotation beyond fp32": (
+        lambda d: d.rope(output_scale=-1e300),
+        "rope 'turn': output_scale=-1e+300 is infinite in fp32 ... or fp64 data",
+    ),
+    "a factor beyond fp32": (
+        lambda d: d.rope(attention_factor=1e300),
+        "rope 'turn': attention_factor=1e+300 is infinite in fp32",
+    ),
+    "a product beyond fp32": (
+        lambda d: d.g.scale(d.t("x", *Q), 1e300, name="s").set_output(True),
+        "scale 's': scale=1e+300 is infinite in fp32",
     ),
     "no output": (
         lambda d: d.sdpa().set_output(False),
@@ -505,6 +552,13 @@ def test_a_good_handle(handle: Any):
     d = Draft(handle=handle)
     d.sdpa(attn_scale=0.5)
     assert set(run(d.g)) == {"attn::O"}
+
+
+def test_a_scale_that_fp64_holds():
+    d = Draft(io_data_type=torch.float64)
+    d.sdpa(attn_scale=1e39)
+    d.g.build()
+    assert d.g.plan.graph.node("attn").attrs.attn_scale == 1e39
 
 
 # Served here, refused elsewhere (C45)
