@@ -360,6 +360,53 @@ def test_offsets_that_reach_past_the_buffer():
     assert bool((pack["y"] == 1).all())
 
 
+def ragged_rotations() -> tuple[ropegraph.pygraph, Pack]:
+    """q and k rotated in one launch and bound, then read by an attention."""
+    g = new()
+    names = ("q", "k")
+    at = {n: g.tensor((3, 1, 1, 1), data_type=torch.int64, name=f"at_{n}") for n in names}
+    f = g.tensor((4, 1, 1, 8), name="f")
+    turned = {}
+    for n in names:
+        x = g.tensor((2, 1, 4, 8), (32, 8, 8, 1), ragged_offset=at[n], name=n)
+        turned[n] = g.rope(x, f, name=f"turn_{n}").set_output(True).set_name(f"{n}_rot")
+    lengths = {n: g.tensor((2, 1, 1, 1), data_type=torch.int64, name=n)
+               for n in ("seq_len_q", "seq_len_kv")}  # fmt: skip
+    o, _ = g.sdpa(
+        turned["q"], turned["k"], turned["k"], use_padding_mask=True, name="attn", **lengths
+    )
+    o.set_output(True).set_name("o").set_ragged_offset(at["q"])
+    starts = torch.tensor([0, 16, 48]).reshape(3, 1, 1, 1)
+    pack: Pack = {"f": torch.zeros(4, 1, 1, 8), "o": torch.full((6, 8), torch.nan)}
+    for n in names:
+        pack |= {n: torch.ones(6, 8), f"{n}_rot": torch.full((6, 8), torch.nan)}
+        pack |= {f"at_{n}": starts.clone()}
+    pack |= {n: torch.tensor([2, 4]).reshape(2, 1, 1, 1) for n in lengths}
+    return g, pack
+
+
+def test_two_rotations_in_one_launch_are_checked_before_either_writes():
+    g, pack = ragged_rotations()
+    assert len(g.plan.steps) == 2
+    g.execute(pack)
+    assert all(bool((pack[n] == 1).all()) for n in ("q_rot", "k_rot", "o"))
+    for n in ("q_rot", "k_rot", "o"):
+        pack[n].fill_(torch.nan)
+    bad = torch.tensor([0, 32, 16]).reshape(3, 1, 1, 1)
+    refused(g, pack | {"at_k": bad}, "'at_k': offsets of 'k' decrease", error=PositionError)
+
+
+def test_outputs_of_steps_before_the_fault_are_named():
+    """Lengths are read by the attention, when the rotations have been written."""
+    g, pack = ragged_rotations()
+    pack["seq_len_kv"] = torch.tensor([2, 5]).reshape(2, 1, 1, 1)
+    with pytest.raises(PositionError, match="already written: q_rot, k_rot") as caught:
+        g.execute(pack)
+    assert "seq_len_kv of sequence 1 is 5" in str(caught.value)
+    assert bool(pack["o"].isnan().all())
+    assert bool((pack["q_rot"] == 1).all())
+
+
 # Same buffers again
 
 
