@@ -122,6 +122,8 @@ def engine_names(given: object) -> tuple[str, ...] | None:
     if not names:
         raise GraphError(f"engines=() allows nothing; use some of {', '.join(manifest.ENGINES)}")
     for name in names:
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(f"engines: {name!r:.60} is no name of an engine")
         manifest.load(name)
     return names
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from ropegraph.api.checks import as_list
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
@@ -56,7 +57,8 @@ class _Derivation:
 
     def _tensors(self, given: Any, argument: str) -> list[Tensor]:
         """One tensor or several, each of them once."""
-        several = [given] if isinstance(given, (str, Tensor)) else given
+        one = isinstance(given, (str, Tensor))
+        several = [given] if one else as_list(given, f"backward_graph: {argument}")
         return list(dict.fromkeys(self._tensor(t, argument) for t in several))
 
     def _tensor(self, given: Any, argument: str) -> Tensor:

@@ -80,9 +80,23 @@ def as_choice(given: object, argument: str, choices: Iterable[str]) -> str:
     return given
 
 
+def as_name(given: object, argument: str = "name") -> str:
+    """Read a name: text, or a number as text; None and "" stand for no name."""
+    if given is None or isinstance(given, (str, int)):
+        return "" if given is None else str(given)
+    raise GraphError(f"{argument}={given!r:.60} is no name; use text")
+
+
+def as_list(given: object, argument: str) -> list[Any]:
+    """Read a list, a tuple or anything else to go through but text and tensors."""
+    if not is_tensor(given) and not isinstance(given, str) and isinstance(given, Iterable):
+        return list(cast("Iterable[Any]", given))
+    raise GraphError(f"{argument}={given!r:.60}; use a list")
+
+
 def as_flag(given: object, argument: str) -> bool:
-    """Read a bool; None means False."""
-    if given is None or isinstance(given, bool):
+    """Read a bool, numpy's too; None means False."""
+    if given is None or type(given).__name__ in ("bool", "bool_"):
         return bool(given)
     raise GraphError(f"{argument}={given!r:.60}; use True or False")
 

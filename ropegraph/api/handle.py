@@ -81,7 +81,10 @@ class DeviceProperties:
 
 def create_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
     """The properties of a device, by default of the one that create_handle() would take."""
-    where = create_handle().device if device is None else torch.device(device)
+    try:
+        where = create_handle().device if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise GraphError(f"create_device_properties: device={device!r:.60}: {error}") from error
     if where.type != "cuda":
         return DeviceProperties(where.type, 0)
     major, minor = torch.cuda.get_device_capability(where)

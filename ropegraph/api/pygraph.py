@@ -10,7 +10,7 @@ import torch
 
 from ropegraph.api import report
 from ropegraph.api.backward import derive
-from ropegraph.api.checks import as_choice, as_count, as_flag, refuse_unknown
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle, create_handle
 from ropegraph.api.recording import Recorder, declare
 from ropegraph.api.rope_ops import RopeOps
@@ -138,7 +138,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         Raises GraphError on a negative extent, a duplicate uid, or an unknown keyword.
         """
         refuse_unknown(f"tensor {name!r}", fe_arguments, {})
-        if is_virtual:
+        if as_flag(is_virtual, f"tensor {name!r}: is_virtual"):
             raise GraphError(f"tensor {name!r}: is_virtual=True, but no node writes an input")
         tensor = self.recorder.add_tensor(dim, name)
         try:
@@ -156,7 +156,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> Tensor:
         """An input with the dims, strides and data type of a torch, DLPack or graph tensor."""
-        if is_virtual:
+        if as_flag(is_virtual, f"tensor_like {name!r}: is_virtual"):
             raise GraphError(f"tensor_like {name!r}: is_virtual=True, but no node writes an input")
         return self.recorder.add_like(template, name)
 
@@ -377,7 +377,9 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def why_not(self, engine: str) -> dict[str, tuple[str, ...]]:
         """Node name -> every rule it breaks on ``engine``; empty if that engine could run all."""
-        return self.lowered.why_not(engine)
+        for name in engine_names(engine) or ():
+            return self.lowered.why_not(name)
+        raise GraphError(f"why_not: engine={engine!r}; give the name of an engine")
 
     def explain(self) -> str:
         """What was folded, by how much, which engine runs what, and why not more."""
@@ -414,6 +416,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def find_tensor(self, name: str) -> Tensor:
         """The tensor called ``name``.  Raises GraphError if none or several are."""
+        name = as_name(name, "find_tensor")
         found = [t for t in self.recorder.tensors if t.get_name() == name]
         if len(found) != 1:
             names = ", ".join(sorted(t.get_name() for t in self.recorder.tensors))

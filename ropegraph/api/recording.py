@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ropegraph.api.checks import as_dims, as_strides
+from ropegraph.api.checks import as_dims, as_name, as_strides
 from ropegraph.api.tensor import Tensor, packed_like, settled_strides
 from ropegraph.dtypes import INDEX, DType, as_dtype, wider
 from ropegraph.errors import GraphError
@@ -54,7 +54,8 @@ class Recorder:
 
     def add_tensor(self, dim: object, name: str = "") -> Tensor:
         self.require_open("add a tensor")
-        tensor = Tensor(self.graph, as_dims(dim, f"tensor {name!r}: dim"), str(name or ""))
+        name = as_name(name, "tensor: name")
+        tensor = Tensor(self.graph, as_dims(dim, f"tensor {name!r}: dim"), name)
         self.tensors.append(tensor)
         return tensor
 
@@ -97,10 +98,11 @@ class Recorder:
     def node_name(self, kind: type[Op], given: object) -> str:
         """The caller's name, or ``<op>.<n>``.  Raises GraphError on a duplicate."""
         taken, word = {n.name for n in self.nodes}, NAMES[kind]
-        if given:
-            if str(given) in taken:
-                raise GraphError(f"{word} {given!r}: another node has that name")
-            return str(given)
+        name = as_name(given, f"{word}: name")
+        if name in taken:
+            raise GraphError(f"{word} {name!r}: another node has that name")
+        if name:
+            return name
         count = sum(isinstance(n.attrs, kind) for n in self.nodes)
         while f"{word}.{count}" in taken:
             count += 1

@@ -112,6 +112,6 @@ def _layout(
 
 
 def _only(where: str, argument: str, given: Any, served: Any) -> Any:
-    if given != served:
-        raise GraphError(f"{where}: {argument}={given!r} is not served yet; use {served!r}")
+    if not isinstance(given, (str, int)) or given != served:
+        raise GraphError(f"{where}: {argument}={given!r:.60} is not served yet; use {served!r}")
     return served

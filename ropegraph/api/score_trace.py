@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-from ropegraph.api.checks import as_count, refuse_unknown
+from ropegraph.api.checks import as_count, as_number, refuse_unknown
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir import score_mod as ir
@@ -96,15 +97,19 @@ class ScoreTrace:
         self.instructions.append(instruction)
         return Score(self, ir.Ref(len(self.instructions) - 1))
 
+    def _number(self, op: str, given: float) -> float:
+        """A finite number, or an infinity, which masks."""
+        if given in (inf, -inf):
+            return given
+        return as_number(given, f"{self.where}: score_mod {op} operand")
+
     def _operand(self, op: str, given: Any) -> ir.Operand:
         if isinstance(given, Score):
             if given.trace is not self:
                 raise GraphError(f"{self.where}: score_mod {op} reads a value of another callback")
             return given.ref
         if isinstance(given, (int, float)) and not isinstance(given, bool):
-            if given != given:
-                raise GraphError(f"{self.where}: score_mod {op} operand is NaN")
-            return float(given)
+            return self._number(op, given)
         tensor = self.adopt(given, f"{self.where}: score_mod {op} operand")
         dim = tensor.get_dim()
         if len(dim) != 4 or any(n not in (1, m) for n, m in zip(dim, self.dim, strict=True)):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ropegraph.api.checks import as_count, as_dims, as_strides
+from ropegraph.api.checks import as_count, as_dims, as_flag, as_name, as_strides
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
 
@@ -107,29 +107,32 @@ class Tensor:
     def set_output(self, is_output: bool = True) -> Tensor:
         """Make a written tensor one that the caller binds; False makes it virtual again."""
         self._change()
-        if is_output and self.spec.producer is None:
+        wanted = as_flag(is_output, f"tensor {self.get_name()!r}: set_output")
+        if wanted and self.spec.producer is None:
             raise GraphError(
                 f"tensor {self.get_name()!r}: set_output(True) on an input; "
                 "only what a node writes can be an output"
             )
-        self.spec.is_output = bool(is_output)
+        self.spec.is_output = wanted
         return self
 
     def set_saved(self, is_saved: bool = True) -> Tensor:
         """Export the tensor for backward_graph alone, in whatever form folding leaves it."""
         self._change()
-        self.spec.is_saved = bool(is_saved)
+        self.spec.is_saved = as_flag(is_saved, f"tensor {self.get_name()!r}: set_saved")
         return self
 
     def set_is_virtual(self, is_virtual: bool = True) -> Tensor:
         """The opposite of set_output; an input cannot be virtual."""
-        if is_virtual and self.spec.producer is None:
-            raise GraphError(f"tensor {self.get_name()!r}: is_virtual=True, but no node writes it")
-        return self.set_output(not is_virtual) if self.spec.producer else self
+        where = f"tensor {self.get_name()!r}: is_virtual"
+        wanted = as_flag(is_virtual, where)
+        if wanted and self.spec.producer is None:
+            raise GraphError(f"{where}=True, but no node writes it")
+        return self.set_output(not wanted) if self.spec.producer else self
 
     def set_name(self, name: str) -> Tensor:
         self._change()
-        self.spec.name = "" if name is None else str(name)  # pyright: ignore[reportUnnecessaryComparison]
+        self.spec.name = as_name(name, f"tensor {self.get_name()!r}: name")
         return self
 
     def set_uid(self, uid: int) -> Tensor:
@@ -179,7 +182,8 @@ class Tensor:
 
     def set_is_pass_by_value(self, value: bool = True) -> Tensor:
         self._change()
-        self.spec.pass_by_value = bool(value)
+        where = f"tensor {self.get_name()!r}: is_pass_by_value"
+        self.spec.pass_by_value = as_flag(value, where)
         return self
 
     def set_alignment_value(self, alignment: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ropegraph.api.checks import as_count
+from ropegraph.api.checks import as_count, as_list
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
@@ -62,7 +62,9 @@ class Graph:
         self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
         self._heuristics = list(heuristics or HEURISTICS)
         self._workspace_alloc = workspace_alloc
-        self._order = (list(inputs or []), list(outputs or []))
+        given = {"inputs": inputs, "outputs": outputs}
+        lists = [[] if x is None else as_list(x, f"Graph: {n}") for n, x in given.items()]
+        self._order = lists[0], lists[1]
         self._built = False
 
     def __enter__(self) -> Graph:

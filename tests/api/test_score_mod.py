@@ -154,7 +154,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "negative axis": (lambda g, s: g.gen_index(s, axis=-1), "gen_index axis=-1; use 0 or more"),
     "a word": (lambda g, s: g.add(s, "1"), "score_mod add operand='1' is not a tensor"),
     "a flag": (lambda g, s: g.add(s, True), "score_mod add operand=True is not a tensor"),
-    "NaN": (lambda g, s: g.add(s, nan), "score_mod add operand is NaN"),
+    "NaN": (lambda g, s: g.add(s, nan), "score_mod add operand=nan is not finite"),
     "nothing": (lambda g, s: None, "score_mod returned None; return a value computed from"),
     "a number": (lambda g, s: 5.0, "score_mod returned 5.0"),
     "an output": (lambda g, s: g.neg(s).set_output(True), "value inside the callback cannot be an"),
