@@ -12,7 +12,8 @@ from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import Rope, RopeFreqsGrad, Sdpa
 from ropegraph.ir.score_mod import softcap
 from ropegraph.passes import pipeline
-from tests.ir.build import Build, backward, forward, rotated
+from ropegraph.passes.fold_attn_scale import fold_attn_scale
+from tests.ir.build import Build, backward, forward, joint, rotated
 from tests.passes.text import nodes
 
 FOLDS = [("off", False), ("q", False), ("symmetric", False), ("q", True), ("symmetric", True),
@@ -195,6 +196,29 @@ def test_the_gradient_of_angles_is_held_to_the_contract():
     assert after.node("angles").attrs.output_scale == 0.25
     with pytest.raises(FoldContractError):
         pipeline.run(graph(1.01))
+
+
+def reasons(graph: Graph) -> dict[tuple[str, str], str]:
+    trace = pipeline.run(graph)
+    return {(d.rule, d.node): d.text for t in trace for d in t.decisions if not d.applied}
+
+
+def test_where_all_is_folded_the_passes_say_so():
+    made = contract(forward(0.25, fold="q", fold_log2=True), "o")
+    found = reasons(folded("q", True, contract=made).graph("dq", "dk", "dv"))
+    assert found == {
+        ("fold-attn-scale", "attn"): "the forward's contract leaves no attn_scale to fold here"
+    }
+
+
+def test_in_a_graph_of_both_directions_the_backward_node_decides():
+    made = contract(forward(0.25, fold="q"), "o")
+    made = replace(made, entries={"bwd": made.entries["attn"]})
+    b = joint(0.25, fold="auto", contract=made)
+    after, decisions = fold_attn_scale.run(b.graph("o", "dq", "dk", "dv"))
+    assert [(d.node, d.applied) for d in decisions] == [("bwd", True), ("attn", False)]
+    assert decisions[1].text == "the contract decides, at the backward node"
+    assert after.node("attn").attrs.attn_scale == after.node("bwd").attrs.attn_scale == 1.0
 
 
 # Disagreements
