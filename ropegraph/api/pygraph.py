@@ -21,7 +21,7 @@ from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir import serialize
-from ropegraph.ir.contract import FoldContract
+from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph as IrGraph
 from ropegraph.ir.mermaid import to_mermaid
 from ropegraph.lowering.plan import Plan
@@ -38,7 +38,7 @@ _UNSERVED: dict[str, Any] = {
 _UNSERVED_EXECUTE: dict[str, Any] = dict.fromkeys(
     ("override_uids", "override_shapes", "override_strides", "tensor_uids")
 )
-FOLDS = ("auto", "off", "q", "symmetric")
+FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
 class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
@@ -93,7 +93,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             as_compute(compute_data_type, f"{where}: compute_data_type"),
         )
         self._handle = None if handle is None else as_handle(handle, f"{where}: handle")
-        self._fold = as_choice(fold, f"{where}: fold", FOLDS)
+        self._fold: Fold = as_choice(fold, f"{where}: fold", FOLDS)
         self._fold_log2 = as_flag(fold_log2, f"{where}: fold_log2")
         if self._fold_log2 and self._fold == "off":
             raise GraphError(

@@ -13,7 +13,7 @@ from ropegraph.api.tensor import Tensor, packed_like, settled_strides
 from ropegraph.dtypes import INDEX, DType, as_dtype, wider
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
-from ropegraph.ir.contract import FoldContract
+from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
 from ropegraph.ir.ops import NAMES, Attention, Op, Rotation, Scale, Sum, op_name
 from ropegraph.ir.shapes import infer
@@ -175,7 +175,7 @@ class Recorder:
 
     def freeze(
         self,
-        fold: str = "auto",
+        fold: Fold = "auto",
         fold_log2: bool = False,
         contract: FoldContract | None = None,
         imported: tuple[str, ...] = (),
