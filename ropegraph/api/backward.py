@@ -60,7 +60,7 @@ class _Derivation:
     def _tensor(self, given: Any, argument: str) -> Tensor:
         if isinstance(given, str):
             return self.forward.find_tensor(given)
-        if not isinstance(given, Tensor) or given.graph is not self.forward:
+        if not isinstance(given, Tensor) or given.recorder is not self.forward.recorder:
             raise GraphError(
                 f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph"
             )
