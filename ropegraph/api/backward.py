@@ -6,7 +6,6 @@ then folds it as the forward was folded. So what runs is what a hand-made backwa
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ropegraph.api.checks import as_list
@@ -14,16 +13,15 @@ from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import (
-    Attention,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
-    Rotation,
     Scale,
     Sdpa,
     SdpaBackward,
     Sum,
     op_name,
+    shared,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +62,7 @@ class _Derivation:
     def _tensor(self, given: Any, argument: str) -> Tensor:
         if isinstance(given, str):
             return self.forward.find_tensor(given)
-        if not isinstance(given, Tensor) or given.graph is not self.forward:
+        if not isinstance(given, Tensor) or given.recorder is not self.forward.recorder:
             raise GraphError(
                 f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph"
             )
@@ -159,11 +157,12 @@ class _Derivation:
 
     def _rope(self, node: RecordedNode, attrs: Rope) -> None:
         grad = self._gradient(node.outputs["output"])
-        plain = {f.name: getattr(attrs, f.name) for f in fields(Rotation)}
         freqs = self._copy(node.inputs["freqs"])
         name = f"{node.name}_backward"
         if node.inputs["input"] in self.wanted:
-            made = self._record(RopeBackward(**plain), name, {"dY": grad, "freqs": freqs}, "dX")
+            made = self._record(
+                RopeBackward(**shared(attrs)), name, {"dY": grad, "freqs": freqs}, "dX"
+            )
             self._add(node.inputs["input"], made["dX"])
         if node.inputs["freqs"] in self.wanted:
             if node.inputs["input"].get_ragged_offset() is not None:
@@ -172,7 +171,7 @@ class _Derivation:
                 )
             x = self._copy(node.inputs["input"])
             ports = {"input": x, "dY": grad, "freqs": freqs}
-            made = self._record(RopeFreqsGrad(**plain), f"{name}_freqs", ports, "dfreqs")
+            made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
@@ -190,7 +189,6 @@ class _Derivation:
             raise GraphError(
                 f"backward_graph: Stats of sdpa {node.name!r} has no gradient; ask for O only"
             )
-        plain = {f.name: getattr(attrs, f.name) for f in fields(Attention)}
         ports = {p: self._copy(node.inputs[p]) for p in ("q", "k", "v")}
         ports["o"] = self._copy(node.outputs["O"])
         ports["dO"] = self._gradient(node.outputs["O"])
@@ -198,7 +196,9 @@ class _Derivation:
         optional = [p for p in node.inputs if p not in ports]
         ports |= {p: self._copy(node.inputs[p]) for p in optional}
         grads = {p: g for p, g in _ATTENTION_GRADS.items() if node.inputs.get(p) in self.wanted}
-        made = self._record(SdpaBackward(**plain), f"{node.name}_backward", ports, *grads.values())
+        made = self._record(
+            SdpaBackward(**shared(attrs)), f"{node.name}_backward", ports, *grads.values()
+        )
         for port, grad in grads.items():
             self._add(node.inputs[port], made[grad])
 

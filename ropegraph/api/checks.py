@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ropegraph.errors import GraphError
+
+Word = TypeVar("Word", bound=str)
 
 
 def as_dims(given: object, argument: str) -> tuple[int, ...]:
@@ -72,12 +74,12 @@ def as_count(given: object, argument: str, low: int = 0) -> int:
     return number
 
 
-def as_choice(given: object, argument: str, choices: Iterable[str]) -> str:
+def as_choice(given: object, argument: str, words: tuple[Word, ...]) -> Word:
     """Read one of a few words."""
-    words = tuple(choices)
-    if not isinstance(given, str) or given not in words:
-        raise GraphError(f"{argument}={given!r:.60}; use one of {', '.join(map(repr, words))}")
-    return given
+    for word in words:
+        if isinstance(given, str) and given == word:
+            return word
+    raise GraphError(f"{argument}={given!r:.60}; use one of {', '.join(map(repr, words))}")
 
 
 def as_name(given: object, argument: str = "name") -> str:

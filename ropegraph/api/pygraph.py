@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ropegraph.api import report
 from ropegraph.api.backward import derive
-from ropegraph.api.checks import as_choice, as_count, as_flag, as_name, refuse_unknown
+from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
+from ropegraph.api.freeze import freeze
 from ropegraph.api.handle import Handle, as_handle, create_handle
-from ropegraph.api.recording import Recorder, declare
+from ropegraph.api.recording import Recorder
 from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
@@ -21,7 +22,7 @@ from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir import serialize
-from ropegraph.ir.contract import FoldContract
+from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph as IrGraph
 from ropegraph.ir.mermaid import to_mermaid
 from ropegraph.lowering.plan import Plan
@@ -38,7 +39,7 @@ _UNSERVED: dict[str, Any] = {
 _UNSERVED_EXECUTE: dict[str, Any] = dict.fromkeys(
     ("override_uids", "override_shapes", "override_strides", "tensor_uids")
 )
-FOLDS = ("auto", "off", "q", "symmetric")
+FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
 class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
@@ -87,13 +88,12 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(
-            self,
             name,
             as_dtype(io_data_type, f"{where}: io_data_type"),
             as_compute(compute_data_type, f"{where}: compute_data_type"),
         )
         self._handle = None if handle is None else as_handle(handle, f"{where}: handle")
-        self._fold = as_choice(fold, f"{where}: fold", FOLDS)
+        self._fold: Fold = as_choice(fold, f"{where}: fold", FOLDS)
         self._fold_log2 = as_flag(fold_log2, f"{where}: fold_log2")
         if self._fold_log2 and self._fold == "off":
             raise GraphError(
@@ -119,7 +119,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def tensor(
         self,
         dim: object,
-        stride: object = None,
+        stride: Iterable[int] | None = None,
         data_type: object = None,
         is_virtual: bool = False,
         is_pass_by_value: bool = False,
@@ -142,7 +142,10 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             raise GraphError(f"tensor {name!r}: is_virtual=True, but no node writes an input")
         tensor = self.recorder.add_tensor(dim, name)
         try:
-            declare(tensor, stride, data_type, is_pass_by_value, ragged_offset)
+            if stride is not None:
+                tensor.set_stride(stride)
+            tensor.set_data_type(data_type).set_is_pass_by_value(is_pass_by_value)
+            tensor.set_ragged_offset(ragged_offset)
             tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
             tensor.set_alignment_value(alignment_value)
             if reordering_type is not None:
@@ -162,28 +165,6 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     # Life cycle
 
-    def require_open(self, action: str) -> None:
-        self.recorder.require_open(action)
-
-    def own(self, tensor: Tensor, argument: str) -> Tensor:
-        return self.recorder.adopt(tensor, argument)
-
-    def default_name(self, tensor: Tensor) -> str:
-        return self.recorder.default_name(tensor)
-
-    def claim_uid(self, tensor: Tensor, uid: int) -> int | None:
-        """The uid to store, None for -1.  Raises GraphError if another tensor has it."""
-        number = as_count(uid, f"tensor {tensor.get_name()!r}: uid", -1)
-        if number == -1:
-            return None
-        for other in self.recorder.tensors:
-            if other is not tensor and other.get_uid() == number:
-                raise GraphError(
-                    f"tensor {tensor.get_name()!r}: uid={number} belongs to {other.get_name()!r}; "
-                    "use another"
-                )
-        return number
-
     def validate(self) -> None:
         """Settle names, data types and shapes; the graph cannot change from then on."""
         if self._ir is None:
@@ -200,7 +181,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             self._index()
 
     def _freeze(self) -> IrGraph:
-        return self.recorder.freeze(self._fold, self._fold_log2, self._contract, tuple(self.saved))
+        return freeze(self.recorder, self._fold, self._fold_log2, self._contract, tuple(self.saved))
 
     def _index(self) -> None:
         """Every key a variant pack may use: handles, unambiguous names, uids."""

@@ -1,27 +1,20 @@
-"""The mutable half of a graph: tensors and nodes as they are recorded, until freeze()."""
+"""The mutable half of a graph: tensors and nodes as they are recorded, until they are frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ropegraph.api.checks import as_dims, as_name, as_strides
-from ropegraph.api.tensor import Tensor, packed_like, settled_strides
-from ropegraph.dtypes import INDEX, DType, as_dtype, wider
+from ropegraph.api.checks import as_count, as_dims, as_name
+from ropegraph.api.tensor import Tensor, packed_like
+from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
-from ropegraph.execution.overlap import overlaps
-from ropegraph.ir.contract import FoldContract
-from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import NAMES, Attention, Op, Rotation, Scale, Sum, op_name
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import NAMES, Op, op_name
 from ropegraph.ir.shapes import infer
-from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
-
-_RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
-
-_FLOAT_MAX = float(torch.finfo(torch.float32).max)
 
 
 @dataclass
@@ -35,10 +28,10 @@ class RecordedNode:
 
 
 class Recorder:
-    """Tensors and nodes in the order of recording. freeze() turns them into an ir.Graph."""
+    """Tensors and nodes in the order of recording; freeze.py turns them into an ir.Graph."""
 
-    def __init__(self, graph: Any, name: str, io: DType, compute: DType) -> None:
-        self.graph, self.name, self.io, self.compute = graph, name, io, compute
+    def __init__(self, name: str, io: DType, compute: DType) -> None:
+        self.name, self.io, self.compute = name, io, compute
         self.tensors: list[Tensor] = []
         self.nodes: list[RecordedNode] = []
         self.closed_by = ""
@@ -55,7 +48,7 @@ class Recorder:
     def add_tensor(self, dim: object, name: str = "") -> Tensor:
         self.require_open("add a tensor")
         name = as_name(name, "tensor: name")
-        tensor = Tensor(self.graph, as_dims(dim, f"tensor {name!r}: dim"), name)
+        tensor = Tensor(self, as_dims(dim, f"tensor {name!r}: dim"), name)
         self.tensors.append(tensor)
         return tensor
 
@@ -83,7 +76,7 @@ class Recorder:
     def adopt(self, given: Any, where: str) -> Tensor:
         """The handle for an argument: the caller's own, or one bound to a framework tensor."""
         if isinstance(given, Tensor):
-            if given.graph is not self.graph:
+            if given.recorder is not self:
                 raise GraphError(f"{where}: tensor {given.get_name()!r} belongs to another graph")
             return given
         if isinstance(given, torch.Tensor) or hasattr(given, "__dlpack__"):
@@ -127,7 +120,7 @@ class Recorder:
         for port in outputs:
             tensor = (given or {}).get(port)
             if tensor is None:
-                tensor = Tensor(self.graph, dims[port])
+                tensor = Tensor(self, dims[port])
             elif tuple(tensor.get_dim()) != dims[port]:
                 raise GraphError(
                     f"{op_name(attrs)} {name!r}: {port} is {tensor.get_dim()}; "
@@ -146,6 +139,19 @@ class Recorder:
     def reader(self, tensor: Tensor) -> str | None:
         """The first node that reads a tensor, None if no node does so far."""
         return next((n.name for n in self.nodes if tensor in n.inputs.values()), None)
+
+    def claim_uid(self, tensor: Tensor, uid: int) -> int | None:
+        """The uid to store, None for -1.  Raises GraphError if another tensor has it."""
+        number = as_count(uid, f"tensor {tensor.get_name()!r}: uid", -1)
+        if number == -1:
+            return None
+        for other in self.tensors:
+            if other is not tensor and other.get_uid() == number:
+                raise GraphError(
+                    f"tensor {tensor.get_name()!r}: uid={number} belongs to {other.get_name()!r}; "
+                    "use another"
+                )
+        return number
 
     def default_name(self, tensor: Tensor) -> str:
         """``<node>::<port>`` of its producer, else of its first reader, else ``tensor.<n>``."""
@@ -177,40 +183,11 @@ class Recorder:
             found[tensor] = name
         return found
 
-    def freeze(
-        self,
-        fold: str = "auto",
-        fold_log2: bool = False,
-        contract: FoldContract | None = None,
-        imported: tuple[str, ...] = (),
-    ) -> Graph:
-        """The graph as a value: names, data types and strides settled, shapes checked again.
-
-        Changes nothing here, so that a graph can be printed while it is being recorded.
-        """
-        names, types = self.names(), self._dtypes()
-        nodes = tuple(self._freeze_node(n, names, types) for n in self.nodes)
-        used = {t for n in self.nodes for t in (*n.inputs.values(), *n.outputs.values())}
-        used |= {o for t in used if (o := t.get_ragged_offset()) is not None}
-        written = {t for n in self.nodes for t in n.outputs.values()}
-        values = {names[t]: _freeze_tensor(t, names, types) for t in self.tensors if t in used}
-        return Graph(
-            self.name,
-            values,
-            nodes,
-            visible=frozenset(names[t] for t in written if t.is_real),
-            saved=frozenset(names[t] for t in written if t.spec.is_saved and not t.is_real),
-            imported=imported,
-            fold=fold,
-            fold_log2=fold_log2,
-            contract=contract,
-        )
-
     def load(self, frozen: Graph) -> None:
         """Record a frozen graph again: the same names, ports and declarations."""
         handles: dict[str, Tensor] = {}
         for value in frozen.values.values():
-            tensor = Tensor(self.graph, value.dim, value.name)
+            tensor = Tensor(self, value.dim, value.name)
             tensor.spec.stride, tensor.spec.dtype = value.stride, value.dtype
             tensor.spec.uid, tensor.spec.pass_by_value = value.uid, value.is_host
             tensor.spec.ragged_multiplier = value.ragged_multiplier
@@ -230,65 +207,12 @@ class Recorder:
             inputs = {port: handles[v] for port, v in node.inputs.items()}
             self.nodes.append(RecordedNode(node.name, node.attrs, inputs, outputs))
 
-    def _dtypes(self) -> dict[Tensor, DType]:
-        """A type for every tensor that is used, in the order of the nodes; inputs are checked."""
-        types = {t: d for t in self.tensors if (d := t.get_data_type()) is not DType.NOT_SET}
-        for node in self.nodes:
-            found: dict[str, DType] = {}
-            for port, tensor in node.inputs.items():
-                first = next(iter(found.values()), DType.NOT_SET)
-                found[port] = types.setdefault(tensor, default_dtype(port, self.io, first))
-                if found[port] is DType.NOT_SET:
-                    raise GraphError(
-                        f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has no "
-                        "data type; give it data_type=, or the graph io_data_type="
-                    )
-            check_dtypes(node.name, node.attrs, found)
-            for port, tensor in node.outputs.items():
-                types.setdefault(tensor, output_dtype(node.attrs, port, found))
-                _check_output(node, port, tensor, types[tensor])
-            _check_ragged(node)
-        for tensor in self.tensors:
-            offset = tensor.get_ragged_offset()
-            if offset is not None:
-                _check_offsets(tensor, offset, types.setdefault(offset, DType.INT32))
-        return types
-
     def close(self, frozen: Graph, by: str) -> None:
         """Refuse changes from now on; undeclared data types become the inferred ones."""
         self.closed_by = by
         for tensor, name in self.names().items():
             if name in frozen.values:
                 tensor.spec.dtype = frozen.values[name].dtype
-
-    def _freeze_node(
-        self, node: RecordedNode, names: Mapping[Tensor, str], types: Mapping[Tensor, DType]
-    ) -> Node[Op]:
-        attrs = node.attrs
-        infer(node.name, attrs, {p: tuple(t.get_dim()) for p, t in node.inputs.items()})
-        compute = wider(*(types[t] for t in node.inputs.values()))
-        if isinstance(attrs, (Rotation, Attention)):
-            compute = wider(self.compute, attrs.compute, compute)
-            attrs = replace(attrs, compute=compute)
-        _check_scales(node.name, attrs, compute)
-        return Node(
-            node.name,
-            attrs,
-            {port: names[t] for port, t in node.inputs.items()},
-            {port: names[t] for port, t in node.outputs.items()},
-        )
-
-
-def _check_scales(name: str, attrs: Op, compute: DType) -> None:
-    """A scale that the arithmetic cannot hold would make everything infinite."""
-    for field in ("attn_scale", "output_scale", "attention_factor", "factor"):
-        number = getattr(attrs, field, None)
-        if number is not None and compute is DType.FLOAT and abs(number) > _FLOAT_MAX:
-            argument = "scale" if field == "factor" else field
-            raise GraphError(
-                f"{op_name(attrs)} {name!r}: {argument}={number:.6g} is infinite in fp32; use less "
-                f"than {_FLOAT_MAX:.6g}, or fp64 data"
-            )
 
 
 def _as_torch(given: Any, where: str) -> torch.Tensor:
@@ -302,103 +226,6 @@ def _as_torch(given: Any, where: str) -> torch.Tensor:
         return torch.from_dlpack(given)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise GraphError(f"{where}: {given!r:.60} cannot be read by DLPack: {error}") from error
-
-
-def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -> None:
-    where = f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r}"
-    if not dtype.is_float:
-        raise GraphError(f"{where} is {dtype!r}; an output must be a floating type")
-    if tensor.get_ragged_offset() is None and overlaps(tensor.get_dim(), tensor.get_stride()):
-        raise GraphError(
-            f"{where} has strides {tensor.get_stride()}, by which elements of its dim "
-            f"{tensor.get_dim()} overlap; an output needs a place for each"
-        )
-
-
-def _check_ragged(node: RecordedNode) -> None:
-    """Only data is ragged: a table, a mask or a length that were would be read as if it was not."""
-    for port, tensor in node.inputs.items():
-        is_data = port in _RAGGED_PORTS or isinstance(node.attrs, (Scale, Sum))
-        if tensor.get_ragged_offset() is not None and not is_data:
-            raise GraphError(
-                f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
-                f"ragged_offset; only {', '.join(_RAGGED_PORTS)} may be ragged"
-            )
-    if not isinstance(node.attrs, Attention):
-        _check_same_offset(node)
-
-
-def _check_same_offset(node: RecordedNode) -> None:
-    """What turns or scales a ragged tensor leaves each sequence where it is."""
-    port, first = next(iter(node.inputs.items()))
-    others = (*node.inputs.items(), *node.outputs.items())
-    for other, tensor in others:
-        is_data = other not in ("freqs", "dfreqs")
-        if is_data and _place(tensor) != _place(first):
-            raise GraphError(
-                f"{op_name(node.attrs)} {node.name!r}: {other} {tensor.get_name()!r} has not the "
-                f"ragged_offset (and multiplier) of {port} {first.get_name()!r}; both must be "
-                "ragged by the same tensor, or dense"
-            )
-
-
-def _place(tensor: Tensor) -> tuple[Tensor | None, int]:
-    offset = tensor.get_ragged_offset()
-    return offset, 1 if offset is None else tensor.get_ragged_offset_multiplier()
-
-
-def _check_offsets(tensor: Tensor, offset: Tensor, dtype: DType) -> None:
-    if len(tensor.get_dim()) != 4:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: a ragged tensor is [b, h, s, d], not {tensor.get_dim()}"
-        )
-    wanted = [tensor.get_dim()[0] + 1, 1, 1, 1]
-    if offset.get_dim() != wanted:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{offset.get_dim()}; use {wanted}, one offset a sequence and the end"
-        )
-    if dtype not in INDEX:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{dtype!r}; use int32 or int64"
-        )
-
-
-def _freeze_tensor(
-    tensor: Tensor, names: Mapping[Tensor, str], types: Mapping[Tensor, DType]
-) -> Value:
-    dim, stride = tuple(tensor.get_dim()), tuple(tensor.get_stride())
-    offset = tensor.get_ragged_offset()
-    return Value(
-        name=names[tensor],
-        dim=dim,
-        stride=settled_strides(dim, stride),
-        dtype=types[tensor],
-        uid=None if tensor.get_uid() < 0 else tensor.get_uid(),
-        ragged_offset=None if offset is None else names[offset],
-        ragged_multiplier=tensor.get_ragged_offset_multiplier(),
-        is_host=tensor.get_is_pass_by_value(),
-        constant=tensor.spec.constant,
-    )
-
-
-def declare(
-    tensor: Tensor,
-    stride: object = None,
-    data_type: object = None,
-    is_pass_by_value: bool = False,
-    ragged_offset: Tensor | None = None,
-) -> Tensor:
-    """Fill a new handle with what tensor() was given."""
-    if stride is not None:
-        where = f"tensor {tensor.get_name()!r}: stride"
-        tensor.set_stride(as_strides(stride, tuple(tensor.get_dim()), where))
-    tensor.set_data_type(as_dtype(data_type, f"tensor {tensor.get_name()!r}: data_type"))
-    tensor.set_is_pass_by_value(is_pass_by_value)
-    if ragged_offset is not None:
-        tensor.set_ragged_offset(ragged_offset)
-    return tensor
 
 
 def shaped_like(tensor: Tensor, source: Tensor) -> Tensor:

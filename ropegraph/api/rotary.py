@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
 from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Rope, RopeBackward
+from ropegraph.ir.ops import Rope, RopeBackward, TableLayout
 
-LAYOUTS = ("first_half", "pairs", "full")
-# Angle and position sources of the contract that this version does not serve.
-LATER = (
-    "cos", "sin", "cos_sin", "inv_freq", "position_ids", "start_positions", "cu_seqlens",
-)  # fmt: skip
+LAYOUTS: tuple[TableLayout, ...] = ("first_half", "pairs", "full")
+# Sources of the contract that this version does not serve.
+ANGLES = ("cos", "sin", "cos_sin", "inv_freq")
+POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
 
 
 def rotation(
@@ -42,7 +41,7 @@ def rotation(
 
     Raises GraphError naming ``where``, the argument, its value and what would work.
     """
-    others = {name: given for name, given in sources.items() if name not in LATER}
+    others = {n: given for n, given in sources.items() if n not in (*ANGLES, *POSITIONS)}
     refuse_unknown(where, others, {"out_dims": None})
     _one_source(where, freqs, sources)
     r = as_count(rope_dim, f"{where}: rope_dim") or width
@@ -75,25 +74,24 @@ def rotation(
 
 def _one_source(where: str, freqs: Any, sources: dict[str, Any]) -> None:
     """Angles come from exactly one place, and so far only from freqs."""
-    given = [name for name in LATER if sources.get(name) is not None]
-    angle_sources = [n for n in given if n in LATER[:4]]
-    if freqs is not None and angle_sources:
+    angles, positions = (
+        [name for name in names if sources.get(name) is not None] for names in (ANGLES, POSITIONS)
+    )
+    if freqs is not None and angles:
         raise GraphError(
-            f"{where}: angles are given twice, as freqs and as {' and '.join(angle_sources)}; "
+            f"{where}: angles are given twice, as freqs and as {' and '.join(angles)}; "
             "give exactly one source"
         )
-    if given:
+    for name in (*angles, *positions):
         raise GraphError(
-            f"{where}: {given[0]}= is not served yet; give freqs=, a table of angles whose row i "
+            f"{where}: {name}= is not served yet; give freqs=, a table of angles whose row i "
             "belongs to position i"
         )
     if freqs is None:
         raise GraphError(f"{where}: no angles; give freqs=[s, 1, 1, rope_dim] in radians, fp32")
 
 
-def _layout(
-    where: str, given: Any, half_width: bool, interleaved: bool
-) -> Literal["first_half", "pairs", "full"]:
+def _layout(where: str, given: Any, half_width: bool, interleaved: bool) -> TableLayout:
     """table_layout, which must be stated where pairs make both layouts plausible."""
     if given is None:
         if interleaved and not half_width:
@@ -103,12 +101,12 @@ def _layout(
                 "angles, 'full' if every lane has its own; or half_width=True"
             )
         return "first_half"
-    chosen = as_choice(given, f"{where}: table_layout", LAYOUTS)
+    chosen: TableLayout = as_choice(given, f"{where}: table_layout", LAYOUTS)
     if half_width and chosen != "first_half":
         raise GraphError(
             f"{where}: table_layout={chosen!r} speaks of a full-width table, but half_width=True"
         )
-    return chosen  # pyright: ignore[reportReturnType]
+    return chosen
 
 
 def _only(where: str, argument: str, given: Any, served: Any) -> Any:

@@ -11,7 +11,7 @@ from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
 
 if TYPE_CHECKING:
-    from ropegraph.api.pygraph import pygraph
+    from ropegraph.api.recording import Recorder
 
 
 def row_major(dim: Iterable[int]) -> tuple[int, ...]:
@@ -85,19 +85,19 @@ class Tensor:
     Setters raise GraphError once the graph is built.
     """
 
-    def __init__(self, graph: pygraph, dim: tuple[int, ...], name: str = "") -> None:
-        self.graph = graph
+    def __init__(self, recorder: Recorder, dim: tuple[int, ...], name: str = "") -> None:
+        self.recorder = recorder
         self.spec = Spec(tuple(dim), row_major(dim), name)
 
     def __repr__(self) -> str:
         return f"Tensor({self.get_name()!r}, dim={list(self.spec.dim)}, {self.spec.dtype!r})"
 
     def _change(self) -> None:
-        self.graph.require_open(f"change tensor {self.get_name()!r}")
+        self.recorder.require_open(f"change tensor {self.get_name()!r}")
 
     def _refuse_if_read(self, change: str) -> None:
         """What a node writes depends on what it reads, so that must be settled before."""
-        reader = self.graph.recorder.reader(self)
+        reader = self.recorder.reader(self)
         if reader is not None:
             raise GraphError(
                 f"tensor {self.get_name()!r}: {change} is set after {reader!r} has read the "
@@ -138,7 +138,7 @@ class Tensor:
     def set_uid(self, uid: int) -> Tensor:
         """Number the tensor; a written one becomes real by it. -1 unsets, duplicates raise."""
         self._change()
-        self.spec.uid = self.graph.claim_uid(self, uid)
+        self.spec.uid = self.recorder.claim_uid(self, uid)
         return self
 
     def set_data_type(self, data_type: object) -> Tensor:
@@ -168,7 +168,7 @@ class Tensor:
     def set_ragged_offset(self, offset: Tensor | None) -> Tensor:
         """offset: [b + 1, 1, 1, 1] int32 or int64, the first element of each sequence."""
         self._change()
-        own = None if offset is None else self.graph.own(offset, "ragged_offset")
+        own = None if offset is None else self.recorder.adopt(offset, "ragged_offset")
         if own is not self.spec.ragged_offset:
             self._refuse_if_read("ragged_offset")
             self.spec.ragged_offset = own
@@ -202,7 +202,7 @@ class Tensor:
         return self
 
     def get_name(self) -> str:
-        return self.spec.name or self.graph.default_name(self)
+        return self.spec.name or self.recorder.default_name(self)
 
     def get_uid(self) -> int:
         return -1 if self.spec.uid is None else self.spec.uid

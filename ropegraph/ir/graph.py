@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from math import prod
+from typing import Any, Generic, TypeVar, cast
 
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
+from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
-
-if TYPE_CHECKING:
-    from ropegraph.ir.contract import FoldContract
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
@@ -43,10 +42,7 @@ class Value:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.dim:
-            count *= extent
-        return count
+        return prod(self.dim)
 
     @property
     def span_elems(self) -> int:
@@ -76,7 +72,7 @@ class Graph:
     visible: values the caller binds (set_output or set_uid).  saved: exported for the backward
     graph alone, in whatever form the passes leave them.
     imported: inputs of a backward graph that its forward saved.
-    fold: off, q, symmetric or auto.  contract: what a backward graph must agree with.
+    contract: what a backward graph must agree with.
     """
 
     name: str
@@ -85,7 +81,7 @@ class Graph:
     visible: frozenset[str] = frozenset()
     saved: frozenset[str] = frozenset()
     imported: tuple[str, ...] = ()
-    fold: str = "auto"
+    fold: Fold = "auto"
     fold_log2: bool = False
     contract: FoldContract | None = None
 
@@ -115,6 +111,11 @@ class Graph:
 
     def node(self, name: str) -> Node[Op]:
         return next(n for n in self.nodes if n.name == name)
+
+    @property
+    def singles(self) -> tuple[Node[Any], ...]:
+        """The nodes, each RopePair as the two rotations that it stands for."""
+        return tuple(single for node in self.nodes for single in singles(node))
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -162,13 +163,22 @@ class Graph:
 
 def rotated_by(node: Node[Any], output: str) -> str | None:
     """The value that ``node`` rotates into ``output``; None if the node is no rotation."""
-    if isinstance(node.attrs, RopePair):
-        port = next(p for p, v in node.outputs.items() if v == output)
-        names, suffix = node.attrs.parts, port[-1]
-        return node.inputs[("dY" if isinstance(names[0], RopeBackward) else "input") + suffix]
-    if isinstance(node.attrs, (Rope, RopeBackward)):
-        return node.inputs["dY" if isinstance(node.attrs, RopeBackward) else "input"]
+    for single in singles(node):
+        is_rotation = isinstance(single.attrs, (Rope, RopeBackward))
+        if is_rotation and output in single.outputs.values():
+            return single.inputs["dY" if isinstance(single.attrs, RopeBackward) else "input"]
     return None
+
+
+def singles(node: Node[Any]) -> tuple[Node[Any], ...]:
+    """The two rotations that a RopePair stands for, under their own names; else the node itself."""
+    pair = node.attrs
+    if not isinstance(pair, RopePair):
+        return (node,)
+    return tuple(
+        Node(name, part, merged_ports(node.inputs, i), merged_ports(node.outputs, i))
+        for i, (name, part) in enumerate(zip(pair.names, pair.parts, strict=True))
+    )
 
 
 def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:

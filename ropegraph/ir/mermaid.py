@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.dtypes import short
-from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.graph import Graph, Node, singles
 from ropegraph.ir.ops import RopePair, op_name
 from ropegraph.ir.printer import describe
 
@@ -73,10 +73,7 @@ def _label(graph: Graph, value: str) -> str:
 def _differs(node: Node[Any], before: Graph) -> bool:
     """True if folding changed the node; a merged pair counts if one of its parts changed."""
     recorded: dict[str, Any] = {n.name: n.attrs for n in before.nodes}
-    if isinstance(node.attrs, RopePair):
-        parts = zip(node.attrs.names, node.attrs.parts, strict=True)
-        return any(recorded.get(n) != a for n, a in parts)
-    return recorded.get(node.name) != node.attrs
+    return any(recorded.get(single.name) != single.attrs for single in singles(node))
 
 
 def _safe(text: str) -> str:

@@ -5,8 +5,8 @@ Everything here changes numbers. An engine's tuning knob never appears.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from ropegraph.dtypes import DType
 from ropegraph.ir.score_mod import ScoreProgram
@@ -149,6 +149,12 @@ NAMES: dict[type[Op], str] = {
     Scale: "scale",
     Sum: "sum",
 }
+
+
+def shared(attrs: Rotation | Attention) -> dict[str, Any]:
+    """The attributes, by name, that an op has in common with its backward."""
+    base = Rotation if isinstance(attrs, Rotation) else Attention
+    return {f.name: getattr(attrs, f.name) for f in fields(base)}
 
 
 def op_name(op: Op) -> str:

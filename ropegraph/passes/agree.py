@@ -7,13 +7,13 @@ already folded. Anything else disagrees, and disagreeing by a factor is the faul
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Attention, Rotation, Scale, SdpaBackward
+from ropegraph.ir.ops import Rotation, Scale, SdpaBackward, shared
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
 
 # Compared together with the scales of the rotations: these are what folding moves.
@@ -47,12 +47,13 @@ def _compare_settings(graph: Graph, contract: FoldContract, node: Node[Any]) -> 
         )
 
 
-def _compare_attention(node: Node[Any], entry: FoldEntry) -> None:
-    for f in fields(Attention):
-        mine, theirs = getattr(node.attrs, f.name), getattr(entry.attention, f.name)
-        if f.name not in _MOVED and mine != theirs:
+def _compare_attention(node: Node[SdpaBackward], entry: FoldEntry) -> None:
+    forward = shared(entry.attention)
+    for name, mine in shared(node.attrs).items():
+        theirs = forward[name]
+        if name not in _MOVED and mine != theirs:
             raise FoldContractError(
-                f"sdpa_backward {node.name!r}: {f.name}={mine} differs from {f.name}={theirs} of "
+                f"sdpa_backward {node.name!r}: {name}={mine} differs from {name}={theirs} of "
                 f"the forward sdpa {entry.node!r}; both must be the same"
             )
     for port in _OPTIONAL:
@@ -116,9 +117,7 @@ class _Path(NamedTuple):
     def then(self, step: Rotation | float) -> _Path:
         if not isinstance(step, Rotation):
             return _Path(self.product * step, self.rotations)
-        plain: dict[str, Any] = {f.name: getattr(step, f.name) for f in fields(Rotation)}
-        plain["output_scale"] = 1.0
-        unscaled = Rotation(**plain)
+        unscaled = replace(Rotation(**shared(step)), output_scale=1.0)
         return _Path(self.product * step.output_scale, (*self.rotations, unscaled))
 
 

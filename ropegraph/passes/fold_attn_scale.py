@@ -14,7 +14,7 @@ A backward graph whose Q comes from outside follows the contract of its forward,
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import Fold, FoldEntry, fold_factors
@@ -24,7 +24,7 @@ from ropegraph.passes.agree import Stage, agreement
 from ropegraph.passes.fold_group import Group, find_group, is_imported
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
-SIDES: dict[str, tuple[str, ...]] = {"q": ("q",), "symmetric": ("q", "k"), "auto": ("q",)}
+SIDES: dict[Fold, tuple[str, ...]] = {"q": ("q",), "symmetric": ("q", "k"), "auto": ("q",)}
 
 
 def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
@@ -41,9 +41,9 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         return group
     if group.has_backward and graph.contract is not None:
         return Decline("the contract decides, at the backward node")
-    if group.has_backward and group.external(graph):
+    if group.is_external:
         return _without_contract(graph, node)
-    return _edit(graph, node, group, "q" if graph.fold == "auto" else cast(Fold, graph.fold))
+    return _edit(graph, node, group, "q" if graph.fold == "auto" else graph.fold)
 
 
 def _edit(graph: Graph, node: Node[Any], group: Group, fold: Fold) -> Edit | Decline:

@@ -34,17 +34,13 @@ class Group:
     """Attention nodes, and for each side ("q", "k") the nodes that carry its scale.
 
     producers: the ropes and scales that make the values.  adjoints: those that undo them.
-    values: the values themselves.  external: some value comes from outside the graph.
+    is_external: some value comes from outside the graph, that is, with another graph's fold.
     """
 
     nodes: tuple[Node[Any], ...]
     producers: dict[str, tuple[Node[Any], ...]]
     adjoints: dict[str, tuple[Node[Any], ...]]
-    values: dict[str, tuple[str, ...]]
-
-    def external(self, graph: Graph) -> bool:
-        """True if a value that carries scale is made elsewhere: by another graph's fold."""
-        return any(graph.producer(v) is None for side in self.values.values() for v in side)
+    is_external: bool
 
     @property
     def has_backward(self) -> bool:
@@ -65,9 +61,9 @@ class Group:
         return tuple(edited.values())
 
 
-def members(
+def _members(
     graph: Graph, root: Node[Any], sides: tuple[str, ...]
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Node[Any]], dict[str, list[str]]]:
     """The attention nodes connected to ``root`` through values on ``sides``, and those values."""
     nodes: dict[str, Node[Any]] = {root.name: root}
     values: dict[str, dict[str, None]] = {side: {} for side in sides}
@@ -82,7 +78,8 @@ def members(
                     nodes[reader.name] = reader
                     todo.append(reader)
     order = {n.name: i for i, n in enumerate(graph.nodes)}
-    return sorted(nodes.values(), key=lambda n: order[n.name]), values
+    members = sorted(nodes.values(), key=lambda n: order[n.name])
+    return members, {side: list(found) for side, found in values.items()}
 
 
 def find_group(
@@ -92,22 +89,22 @@ def find_group(
 
     auto: a value the user sees must not change.
     """
-    nodes, values = members(graph, root, sides)
+    nodes, values = _members(graph, root, sides)
     producers: dict[str, tuple[Node[Any], ...]] = {}
     adjoints: dict[str, tuple[Node[Any], ...]] = {}
+    is_external = False
     for side in sides:
-        made: list[Node[Any]] = []
         for value in values[side]:
             if reason := _why_not_value(graph, value, side, auto):
                 return Decline(reason)
-            producer = graph.producer(value)
-            if producer is not None:
-                made.append(producer)
+        made = [graph.producer(value) for value in values[side]]
         undone = _adjoints(graph, nodes, side, auto)
         if isinstance(undone, Decline):
             return undone
-        producers[side], adjoints[side] = tuple(made), undone
-    return Group(tuple(nodes), producers, adjoints, {s: tuple(v) for s, v in values.items()})
+        producers[side] = tuple(node for node in made if node is not None)
+        adjoints[side] = undone
+        is_external |= None in made
+    return Group(tuple(nodes), producers, adjoints, is_external)
 
 
 def is_imported(graph: Graph, value: str) -> bool:

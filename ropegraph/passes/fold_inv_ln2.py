@@ -55,11 +55,11 @@ def _edit(
     group = find_group(graph, node, sides, auto)
     if isinstance(group, Decline):
         return group
-    if group.has_backward and group.external(graph) and not by_contract:
+    if group.is_external and not by_contract:
         return Decline("Q comes from a forward graph and there is no contract: left as written")
     if unfolded := [n.name for n in group.nodes if n.attrs.attn_scale != 1.0]:
         return Decline(f"attn_scale of {unfolded} was not folded, so 1/ln 2 stays in the softmax")
-    if [n for n in group.nodes if n.attrs.softmax_input_is_log2]:
+    if any(n.attrs.softmax_input_is_log2 for n in group.nodes):
         return Decline("part of the group has base-2 logits already")
     edited = group.scaled(graph, {"q": INV_LN2}, softmax_input_is_log2=True)
     if isinstance(edited, Decline):

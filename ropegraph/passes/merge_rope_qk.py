@@ -48,13 +48,15 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
 
 
 def _forward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:
-    makers = [graph.producer(node.inputs[port]) for port in ("q", "k")]
-    for port, maker in zip(("q", "k"), makers, strict=True):
+    found: list[Node[Any]] = []
+    for value in (node.inputs["q"], node.inputs["k"]):
+        maker = graph.producer(value)
         if maker is None or not isinstance(maker.attrs, (Rope, RopePair)):
-            return Decline(f"{node.inputs[port]!r} is not made by rope")
+            return Decline(f"{value!r} is not made by rope")
         if isinstance(maker.attrs, RopePair):
             return Decline(f"{maker.name!r} is a merged launch already")
-    return makers[0], makers[1]  # pyright: ignore[reportReturnType]
+        found.append(maker)
+    return found[0], found[1]
 
 
 def _backward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:

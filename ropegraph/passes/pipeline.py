@@ -88,7 +88,7 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
                 ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
                 engine=engines.get(node.name, ""),
             )
-    return FoldContract(entries, cast(Fold, before.fold), before.fold_log2)
+    return FoldContract(entries, before.fold, before.fold_log2)
 
 
 def _chain(graph: Graph, value: str) -> tuple[Rotation | float, ...]:

@@ -167,8 +167,8 @@ def test_hints_of_the_graph_change_nothing(hint: dict[str, Any]):
 @pytest.mark.parametrize("name", ["colour", "scale", "is_causal", "mask"])
 def test_a_keyword_that_nobody_has(name: str):
     text = "is no argument of this operation"
-    t = {n: new().tensor(X, name=n) for n in "q"}
-    g = t["q"].graph
+    g = new()
+    t = {"q": g.tensor(X, name="q")}
     f = g.tensor((5, 1, 1, 8))
     refused(lambda: attention(**{name: 1}), f"sdpa 'attn': {name}=1 {text}")
     refused(lambda: backward(**{name: 1}), f"sdpa_backward 'attn': {name}=1 {text}")

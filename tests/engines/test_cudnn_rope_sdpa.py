@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import ropegraph
+from ropegraph.api.freeze import freeze
 from ropegraph.engines.cudnn_rope_sdpa import native
 from ropegraph.engines.cudnn_rope_sdpa.engine import CudnnRopeSdpa
 from ropegraph.engines.cudnn_rope_sdpa.record import record, uids_of
@@ -35,7 +36,7 @@ def forward(fold: str = "off", **rope: Any) -> Graph:
     o, _ = g.sdpa(q_rot, k_rot, v, attn_scale=0.125, use_causal_mask=True, generate_stats=True,
                   name="attn")  # fmt: skip
     o.set_output(True).set_name("o")
-    return g.recorder.freeze(fold, False, None)
+    return freeze(g.recorder, fold, False, None)
 
 
 def backward(is_bound: bool = True) -> Graph:
@@ -54,7 +55,7 @@ def backward(is_bound: bool = True) -> Graph:
     for tensor, name in ((d_q, "dQ"), (d_k, "dK")):
         made = g.rope_backward(tensor, freqs, output_scale=0.5, name=f"rope_{name}")
         made.set_output(True).set_name(name)
-    return g.recorder.freeze("off", False, None)
+    return freeze(g.recorder, "off", False, None)
 
 
 def inspected(graph: Graph) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,7 +131,7 @@ def test_rotations_alone_have_no_plan() -> None:
     q = g.tensor((B, HQ, S, D), name="q")
     freqs = g.tensor((S, 1, 1, D), data_type="float32", name="freqs")
     g.rope(q, freqs).set_output(True)
-    found = why_not(g.recorder.freeze("off", False, None), H200)
+    found = why_not(freeze(g.recorder, "off", False, None), H200)
     assert found == ("a graph without sdpa has no plan: cuDNN rotates only beside an attention",)
 
 

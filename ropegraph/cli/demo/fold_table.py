@@ -12,7 +12,7 @@ from ropegraph.cli.demo.accuracy import random_inputs
 from ropegraph.cli.demo.graphs import SETTINGS, RotaryAttention, Setting, Sizes
 from ropegraph.cli.demo.screen import table
 from ropegraph.cli.demo.training import max_or_nan
-from ropegraph.ir.ops import Attention, RopePair, Rotation
+from ropegraph.ir.ops import Attention, Rotation
 
 COLUMNS = ("rope_q", "rope_k", "attn_scale", "is_log2", "rope_bwd_q", "rope_bwd_k")
 INV_LN2 = 1 / math.log(2)
@@ -43,12 +43,9 @@ def found(graphs: RotaryAttention) -> tuple[float, ...]:
 def _scales(graph: pygraph) -> dict[str, tuple[float, float]]:
     """Node name -> its scale, and whether it reads base-2 logits; a pair's parts by themselves."""
     scales: dict[str, tuple[float, float]] = {}
-    for node in graph.plan.graph.nodes:
+    for node in graph.plan.graph.singles:
         attrs = node.attrs
-        if isinstance(attrs, RopePair):
-            parts = zip(node.name.split("+"), attrs.parts, strict=True)
-            scales |= {name: (part.output_scale, 0.0) for name, part in parts}
-        elif isinstance(attrs, Rotation):
+        if isinstance(attrs, Rotation):
             scales[node.name] = attrs.output_scale, 0.0
         elif isinstance(attrs, Attention):
             scales[node.name] = cast(float, attrs.attn_scale), float(attrs.softmax_input_is_log2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ropegraph.engines.cudnn_rope_sdpa.rules import single_nodes
 from ropegraph.engines.cudnn_sdpa.frontend import FeGraph, FeTensor, Frontend
 from ropegraph.engines.cudnn_sdpa.operands import tidy
 from ropegraph.engines.cudnn_sdpa.recipe import recipe_of
@@ -42,7 +41,7 @@ def record(fe: Frontend, graph: Graph, device: Device, handle: object = None) ->
             name=name,
             uid=uids[name],
         )
-    for node in single_nodes(graph):
+    for node in graph.singles:
         for port, tensor in _add(fe, made, graph, node, tensors, device).items():
             name = node.outputs.get(port)
             if name is not None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from ropegraph.dtypes import DType, short
 from ropegraph.engines.cudnn_sdpa.engine import CudnnSdpa
 from ropegraph.engines.cudnn_sdpa.facts import version_name
-from ropegraph.ir.graph import Graph, Node, Value, merged_ports
+from ropegraph.ir.graph import Graph, Value, singles
 from ropegraph.ir.ops import (
     Attention,
-    Op,
     Rope,
     RopeBackward,
     RopePair,
@@ -30,7 +29,7 @@ def why_not(graph: Graph, device: Device) -> tuple[str, ...]:
     """Every rule that a whole graph breaks, node names in front; none if it can be recorded."""
     found = list(_graph_rules(graph))
     slots = slots_of(graph)
-    for node in single_nodes(graph):
+    for node in graph.singles:
         step = Step(node, graph.values, "cudnn.rope_sdpa", slots)
         found += [
             f"{op_name(node.attrs)} {node.name!r}: {rule}" for rule in node_rules(step, device)
@@ -46,7 +45,7 @@ def node_rules(step: Step, device: Device) -> tuple[str, ...]:
         here = version_name(device.cudnn) if device.cudnn else "not installed"
         found.append(f"needs cuDNN 9.24 or newer, this is {here}")
     if isinstance(attrs, RopePair):
-        parts = (replace(step, node=part) for part in halves(step.node, attrs))
+        parts = (replace(step, node=part) for part in singles(step.node))
         found += [rule for part in parts for rule in _rotation(part, device)]
     elif isinstance(attrs, Rotation):
         found += _rotation(step, device)
@@ -57,29 +56,6 @@ def node_rules(step: Step, device: Device) -> tuple[str, ...]:
         wanted = ("O",) if isinstance(attrs, Sdpa) else ("dQ", "dK", "dV")
         found += [f"{port} is not asked for" for port in wanted if not step.has(port)]
     return tuple(dict.fromkeys(found))
-
-
-def single_nodes(graph: Graph) -> Iterator[Node[Op]]:
-    """The nodes, each pair of rotations as its two halves."""
-    for node in graph.nodes:
-        if isinstance(node.attrs, RopePair):
-            yield from halves(node, node.attrs)
-        else:
-            yield node
-
-
-def halves(node: Node[Op], pair: RopePair) -> tuple[Node[Op], Node[Op]]:
-    """The two rotations that a pair stands for."""
-    first, second = (
-        Node[Op](
-            f"{node.name}.{i}",
-            part,
-            merged_ports(node.inputs, i),
-            merged_ports(node.outputs, i),
-        )
-        for i, part in enumerate(pair.parts)
-    )
-    return first, second
 
 
 def _graph_rules(graph: Graph) -> Iterator[str]:
