@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ropegraph.api.recording import Recorder
 from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
+from ropegraph.api.variant_pack import Keys
 from ropegraph.compile import Lowered, compile_plan, device_of, engine_names, lower
 from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
@@ -106,12 +108,9 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             )
         self._contract = fold_contract
         self._engines = engine_names(engines)
-        self._ir: IrGraph | None = None
         self._lowered: Lowered | None = None
         self._runnables: dict[torch.device, Runnable] = {}
         self._building = threading.Lock()
-        self._keys: dict[Any, str] = {}
-        self._bound: dict[str, Any] = {}
         self.saved: list[str] = []
 
     # Tensors
@@ -167,49 +166,39 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def validate(self) -> None:
         """Settle names, data types and shapes; the graph cannot change from then on."""
-        if self._ir is None:
-            if not self.recorder.nodes:
-                raise GraphError(f"graph {self.name!r} has no operation")
-            frozen = self._freeze()
-            if not frozen.outputs:
-                raise GraphError(
-                    f"graph {self.name!r} has no output, so nothing would run; call "
-                    "set_output(True) on what you want written"
-                )
-            self.recorder.close(frozen, by="validate()")
-            self._ir = frozen
-            self._index()
+        _ = self._recorded
+
+    @cached_property
+    def _recorded(self) -> IrGraph:
+        """The graph as a value. Whoever asks for it ends the recording."""
+        if not self.recorder.nodes:
+            raise GraphError(f"graph {self.name!r} has no operation")
+        frozen = self._freeze()
+        if not frozen.outputs:
+            raise GraphError(
+                f"graph {self.name!r} has no output, so nothing would run; call "
+                "set_output(True) on what you want written"
+            )
+        self.recorder.close(frozen, by="validate()")
+        return frozen
 
     def _freeze(self) -> IrGraph:
         return freeze(self.recorder, self._fold, self._fold_log2, self._contract, tuple(self.saved))
 
-    def _index(self) -> None:
-        """Every key a variant pack may use: handles, unambiguous names, uids."""
-        names = self.recorder.names()
-        counts: dict[str, int] = {}
-        for tensor in self.recorder.tensors:
-            counts[tensor.get_name()] = counts.get(tensor.get_name(), 0) + 1
-        for tensor, name in names.items():
-            self._keys[tensor] = name
-            if counts[tensor.get_name()] == 1:
-                self._keys[name] = name
-            if tensor.get_uid() >= 0:
-                self._keys[tensor.get_uid()] = name
-            if tensor.spec.bound is not None:
-                self._bound[name] = tensor.spec.bound
+    @cached_property
+    def _keys(self) -> Keys:
+        self.validate()
+        return Keys(self.recorder)
 
     def build_operation_graph(self) -> None:
         """Run the passes and choose an engine for every node."""
-        self.validate()
-        if self._lowered is None:
-            assert self._ir is not None
-            self._lowered = lower(self._ir, device_of(self._device()), self._engines)
+        _ = self.lowered
 
     def _device(self) -> torch.device:
         """Where it will run: on its handle, beside the tensors it was recorded with, by default."""
         if self._handle is not None:
             return self._handle.device
-        for bound in self._bound.values():
+        for bound in self._keys.bound.values():
             if isinstance(bound, torch.Tensor) and bound.device.type != "cpu":
                 return bound.device
         return create_handle().device
@@ -237,14 +226,11 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             return found
         with self._building:
             if device not in self._runnables:
-                self.build_operation_graph()
-                assert self._lowered is not None
-                assert self._ir is not None
-                where = device_of(device)
-                if where == self._lowered.plan.device:
-                    self._lowered, found = compile_plan(self._lowered)
+                where, lowered = device_of(device), self.lowered
+                if where == lowered.plan.device:
+                    self._lowered, found = compile_plan(lowered)
                 else:
-                    _, found = compile_plan(lower(self._ir, where, self._engines))
+                    _, found = compile_plan(lower(self._recorded, where, self._engines))
                 self._runnables[device] = found
         return self._runnables[device]
 
@@ -272,20 +258,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             raise GraphError(
                 f"execute: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
             )
-        if not self._keys:
-            self.validate()
-        given: dict[str, Any] = {}
-        ignored, keys = 0, self._keys
-        for key, buffer in variant_pack.items():
-            name = keys.get(key)
-            if name is None:
-                self._refuse_key(key)
-                ignored += 1
-            else:
-                given[name] = buffer
-        if len(given) + ignored < len(variant_pack):
-            self._refuse_twice(variant_pack)
-        buffers = {**self._bound, **given} if self._bound else given
+        buffers = self._keys.buffers(variant_pack)
         stream = None
         handle = self._handle if handle is None else handle
         if handle is not None:
@@ -302,29 +275,10 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
                 return buffer.device
         return _CPU if buffers else self._device()
 
-    def _refuse_key(self, key: object) -> None:
-        if key is None or hasattr(key, "__index__"):
-            return
-        if isinstance(key, Tensor):
-            raise GraphError(f"execute: tensor {key.get_name()!r} belongs to another graph")
-        names = sorted(n for n in self._keys if isinstance(n, str))
-        raise GraphError(
-            f"execute: {key!r} names no single tensor of graph {self.name!r}; "
-            f"its names are {', '.join(names)}"
-        )
-
-    def _refuse_twice(self, pack: Mapping[Any, Any]) -> None:
-        """Several keys may mean one tensor, but then they must give one buffer."""
-        given: dict[str, Any] = {}
-        for key, buffer in pack.items():
-            name = self._keys.get(key)
-            if name is not None and given.setdefault(name, buffer) is not buffer:
-                raise GraphError(f"execute: {name!r} is given two buffers, the second by {key!r}")
-
     def _refuse_virtual(self, buffers: Mapping[str, Any]) -> None:
-        assert self._ir is not None
+        graph = self._recorded
         for name in buffers:
-            if name in self._ir.values and self._ir.is_virtual(name):
+            if name in graph.values and graph.is_virtual(name):
                 raise GraphError(
                     f"execute: {name!r} is virtual, it has no buffer; call set_output(True) on it "
                     "before the graph is built"
@@ -335,8 +289,8 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     @property
     def lowered(self) -> Lowered:
         """The graph after the passes, with its plan."""
-        self.build_operation_graph()
-        assert self._lowered is not None
+        if self._lowered is None:
+            self._lowered = lower(self._recorded, device_of(self._device()), self._engines)
         return self._lowered
 
     @property
@@ -369,14 +323,12 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def to_mermaid(self, stage: str = "recorded") -> str:
         """The graph as a Mermaid flowchart, "recorded" or "lowered" (scaled nodes marked)."""
         as_choice(stage, "to_mermaid: stage", ("recorded", "lowered"))
-        self.validate()
-        assert self._ir is not None
         if stage == "recorded":
-            return to_mermaid(self._ir)
-        return to_mermaid(self.plan.graph, before=self._ir)
+            return to_mermaid(self._recorded)
+        return to_mermaid(self.plan.graph, before=self._recorded)
 
     def __str__(self) -> str:
-        return str(self._ir or self._freeze())
+        return str(self._recorded if self.recorder.closed_by else self._freeze())
 
     def backward_graph(self, outputs: list[Any], inputs: list[Any]) -> pygraph:
         """The graph of the gradients of ``inputs``, given those of ``outputs``.
@@ -419,9 +371,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def serialize(self) -> bytes:
         """The graph, its settings and contract as versioned JSON with a checksum."""
-        self.validate()
-        assert self._ir is not None
-        return serialize.dumps(self._ir)
+        return serialize.dumps(self._recorded)
 
     def deserialize(self, data: bytes | str) -> pygraph:
         """Fill this empty graph with a serialized one.  Raises GraphError if it is damaged."""
@@ -437,9 +387,8 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     @property
     def key(self) -> str:
         """A hash that changes with every field that lowering reads."""
-        self.validate()
-        assert self._ir is not None
-        return serialize.key(self._ir, (str(device_of(self._device())), str(self._engines)))
+        context = (str(device_of(self._device())), str(self._engines))
+        return serialize.key(self._recorded, context)
 
 
 _CPU = torch.device("cpu")
