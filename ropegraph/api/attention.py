@@ -55,7 +55,7 @@ class AttentionArguments:
 
         ragged: the ports whose tensors are ragged.  unserved: FE keywords without a meaning here.
         """
-        self.hints(given["fe_arguments"], unserved, bool(ragged))
+        self.hints(given, unserved, bool(ragged))
         self.scale(given["attn_scale"])
         self.tensor("bias", given["bias"])
         self.flag("alibi", given["use_alibi_mask"], "use_alibi_mask")
@@ -197,7 +197,7 @@ class AttentionArguments:
 
     def hints(self, given: Mapping[str, Any], unserved: Mapping[str, Any], ragged: bool) -> None:
         """Accept hints that change no number; refuse what has no meaning here, by name."""
-        rest = dict(given)
+        rest = dict(given["fe_arguments"])
         rest.pop("implementation", None)
         for name in ("max_total_seq_len_q", "max_total_seq_len_kv"):
             total = rest.pop(name, None)
@@ -207,7 +207,7 @@ class AttentionArguments:
                     raise GraphError(f"{self.where}: {name}={total} needs ragged q, k and v")
         compute = rest.pop("compute_data_type", None)
         self.attrs["compute"] = as_compute(compute, f"{self.where}: compute_data_type")
-        refuse_unknown(self.where, rest, unserved)
+        refuse_unknown(self.where, rest, unserved, known=given)
 
 
 def generate_stats(where: str, stats: Any, inference: Any) -> bool:

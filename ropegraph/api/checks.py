@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
 from ropegraph.errors import GraphError
@@ -103,14 +104,22 @@ def as_flag(given: object, argument: str) -> bool:
     raise GraphError(f"{argument}={given!r:.60}; use True or False")
 
 
-def refuse_unknown(where: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def refuse_unknown(
+    where: str,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    known: Iterable[str] = (),
+) -> None:
     """Accept cuDNN Frontend keywords at their defaults; refuse all else by name.
 
     given: the keywords left over.  defaults: keywords that exist in FE 1.32 but mean nothing here.
+    known: the keywords that were read, for a hint at a misspelt one.
     """
     for keyword, value in given.items():
         if keyword not in defaults:
-            raise GraphError(f"{where}: {keyword}={value!r:.60} is no argument of this operation")
+            near = get_close_matches(keyword, (*known, *defaults), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise GraphError(f"{where}: {keyword}={value!r:.60} is no argument here{hint}")
         default = defaults[keyword]
         # A tensor compares element by element: only plain values may equal a default.
         is_plain = isinstance(value, (bool, int, float, str))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             is_override_shape_enabled=is_override_shape_enabled,
             cuda_graph_retention=cuda_graph_retention,
         )
-        refuse_unknown(where, given, _UNSERVED)
+        refuse_unknown(where, given, _UNSERVED, known=signature(pygraph).parameters)
         as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(
@@ -108,6 +109,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             )
         self._contract = fold_contract
         self._engines = engine_names(engines)
+        self._frozen: IrGraph
         self._lowered: Lowered | None = None
         self._runnables: dict[torch.device, Runnable] = {}
         self._building = threading.Lock()
@@ -162,15 +164,29 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             raise GraphError(f"tensor_like {name!r}: is_virtual=True, but no node writes an input")
         return self.recorder.add_like(template, name)
 
+    def __getattr__(self, name: str) -> Any:
+        served = "rope, rope_backward, sdpa, sdpa_backward, scale, mul"
+        raise AttributeError(
+            f"pygraph has no {name!r}; of cuDNN Frontend's operations it serves {served}"
+        )
+
     # Life cycle
 
     def validate(self) -> None:
         """Settle names, data types and shapes; the graph cannot change from then on."""
-        _ = self._recorded
+        self._close("validate()")
 
-    @cached_property
-    def _recorded(self) -> IrGraph:
-        """The graph as a value. Whoever asks for it ends the recording."""
+    def _close(self, by: str) -> None:
+        """End the recording.  by: the call that did, for whoever wants to change it afterwards."""
+        if not self.recorder.closed_by:
+            frozen = self._look()
+            self.recorder.close(frozen, by)
+            self._frozen = frozen
+
+    def _look(self) -> IrGraph:
+        """The graph as a value, as far as it is recorded. Looking changes nothing."""
+        if self.recorder.closed_by:
+            return self._frozen
         if not self.recorder.nodes:
             raise GraphError(f"graph {self.name!r} has no operation")
         frozen = self._freeze()
@@ -179,7 +195,6 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
                 f"graph {self.name!r} has no output, so nothing would run; call "
                 "set_output(True) on what you want written"
             )
-        self.recorder.close(frozen, by="validate()")
         return frozen
 
     def _freeze(self) -> IrGraph:
@@ -187,18 +202,19 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     @cached_property
     def _keys(self) -> Keys:
-        self.validate()
         return Keys(self.recorder)
 
     def build_operation_graph(self) -> None:
         """Run the passes and choose an engine for every node."""
+        self._close("build_operation_graph()")
         _ = self.lowered
 
     def _device(self) -> torch.device:
         """Where it will run: on its handle, beside the tensors it was recorded with, by default."""
         if self._handle is not None:
             return self._handle.device
-        for bound in self._keys.bound.values():
+        for tensor in self.recorder.tensors:
+            bound = tensor.spec.bound
             if isinstance(bound, torch.Tensor) and bound.device.type != "cpu":
                 return bound.device
         return create_handle().device
@@ -213,6 +229,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def build_plans(self, policy: object = None) -> None:
         """Compile every step."""
+        self._close("build()")
         self._runnable(self._device())
 
     def build(self, heuristics: object = None, policy: object = None) -> None:
@@ -230,12 +247,13 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
                 if where == lowered.plan.device:
                     self._lowered, found = compile_plan(lowered)
                 else:
-                    _, found = compile_plan(lower(self._recorded, where, self._engines))
+                    _, found = compile_plan(lower(self._look(), where, self._engines))
                 self._runnables[device] = found
         return self._runnables[device]
 
     def get_workspace_size(self) -> int:
         """Bytes of workspace that execute() needs."""
+        self._close("get_workspace_size()")
         return self._runnable(self._device()).workspace_bytes
 
     def execute(
@@ -258,6 +276,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
             raise GraphError(
                 f"execute: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
             )
+        self._close("execute()")
         buffers = self._keys.buffers(variant_pack)
         stream = None
         handle = self._handle if handle is None else handle
@@ -276,7 +295,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         return _CPU if buffers else self._device()
 
     def _refuse_virtual(self, buffers: Mapping[str, Any]) -> None:
-        graph = self._recorded
+        graph = self._look()
         for name in buffers:
             if name in graph.values and graph.is_virtual(name):
                 raise GraphError(
@@ -289,9 +308,12 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     @property
     def lowered(self) -> Lowered:
         """The graph after the passes, with its plan."""
-        if self._lowered is None:
-            self._lowered = lower(self._recorded, device_of(self._device()), self._engines)
-        return self._lowered
+        if self._lowered is not None:
+            return self._lowered
+        lowered = lower(self._look(), device_of(self._device()), self._engines)
+        if self.recorder.closed_by:
+            self._lowered = lowered
+        return lowered
 
     @property
     def plan(self) -> Plan:
@@ -307,6 +329,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def fold_contract(self) -> FoldContract:
         """What a backward graph of this forward must agree with: pass it as fold_contract=."""
         # It names the engine that draws each dropout mask, which compiling may still change.
+        self._close("fold_contract")
         self.build_plans()
         return self.lowered.contract
 
@@ -324,11 +347,11 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         """The graph as a Mermaid flowchart, "recorded" or "lowered" (scaled nodes marked)."""
         as_choice(stage, "to_mermaid: stage", ("recorded", "lowered"))
         if stage == "recorded":
-            return to_mermaid(self._recorded)
-        return to_mermaid(self.plan.graph, before=self._recorded)
+            return to_mermaid(self._look())
+        return to_mermaid(self.plan.graph, before=self._look())
 
     def __str__(self) -> str:
-        return str(self._recorded if self.recorder.closed_by else self._freeze())
+        return str(self._frozen if self.recorder.closed_by else self._freeze())
 
     def backward_graph(self, outputs: list[Any], inputs: list[Any]) -> pygraph:
         """The graph of the gradients of ``inputs``, given those of ``outputs``.
@@ -371,7 +394,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
 
     def serialize(self) -> bytes:
         """The graph, its settings and contract as versioned JSON with a checksum."""
-        return serialize.dumps(self._recorded)
+        return serialize.dumps(self._look())
 
     def deserialize(self, data: bytes | str) -> pygraph:
         """Fill this empty graph with a serialized one.  Raises GraphError if it is damaged."""
@@ -388,7 +411,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
     def key(self) -> str:
         """A hash that changes with every field that lowering reads."""
         context = (str(device_of(self._device())), str(self._engines))
-        return serialize.key(self._recorded, context)
+        return serialize.key(self._look(), context)
 
 
 _CPU = torch.device("cpu")

@@ -15,6 +15,8 @@ def explain(lowered: Lowered) -> str:
     recorded, plan = lowered.recorded, lowered.plan
     before, after = _scales(recorded), _scales(plan.graph)
     settings = f"fold={recorded.fold}, fold_log2={recorded.fold_log2}"
+    if (contract := recorded.contract) is not None:
+        settings = f"fold={contract.fold}, fold_log2={contract.fold_log2} by the forward's contract"
     counts = f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}"
     lines = [
         f"graph {recorded.name!r}: {settings}, {counts}",

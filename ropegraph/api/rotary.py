@@ -15,6 +15,12 @@ ANGLES = ("cos", "sin", "cos_sin", "inv_freq")
 POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
 
 
+KEYWORDS = (
+    "freqs", "output_scale", "rope_dim", "rope_offset", "interleaved", "interleaved_output",
+    "attention_factor", "inverse", "half_width", "table_layout",
+)  # fmt: skip
+
+
 def rotation(
     kind: type[Rope] | type[RopeBackward],
     where: str,
@@ -42,7 +48,7 @@ def rotation(
     Raises GraphError naming ``where``, the argument, its value and what would work.
     """
     others = {n: given for n, given in sources.items() if n not in (*ANGLES, *POSITIONS)}
-    refuse_unknown(where, others, {"out_dims": None})
+    refuse_unknown(where, others, {"out_dims": None}, known=(*KEYWORDS, *ANGLES, *POSITIONS))
     _one_source(where, freqs, sources)
     r = as_count(rope_dim, f"{where}: rope_dim") or width
     pairs_in = as_flag(interleaved, f"{where}: interleaved")

@@ -22,6 +22,7 @@ class Keys:
         self.names: dict[Any, str] = {}
         self.bound: dict[str, Any] = {}
         counts = Counter(tensor.get_name() for tensor in recorder.tensors)
+        self.counts: Mapping[Any, int] = counts
         for tensor, name in recorder.names().items():
             self.names[tensor] = name
             if counts[tensor.get_name()] == 1:
@@ -55,9 +56,10 @@ class Keys:
         if isinstance(key, Tensor):
             raise GraphError(f"execute: tensor {key.get_name()!r} belongs to another graph")
         names = sorted(n for n in self.names if isinstance(n, str))
+        found = f"{self.counts[key]} tensors" if self.counts[key] else "no tensor"
         raise GraphError(
-            f"execute: {key!r} names no single tensor of graph {self.graph!r}; "
-            f"its names are {', '.join(names)}"
+            f"execute: {key!r} names {found} of graph {self.graph!r}; "
+            f"names of one tensor are {', '.join(names)}"
         )
 
     def _refuse_twice(self, pack: Mapping[Any, Any]) -> None:

@@ -119,6 +119,10 @@ class Binder:
             ) from None
 
     def _missing(self, name: str) -> GraphError:
+        return GraphError(f"no buffer is bound to {name!r} {self._wanted(name)}")
+
+    def _wanted(self, name: str) -> str:
+        """Who uses a value, and what may be bound to it: the end of a message."""
         users = [
             f"{port} of {node.name!r}"
             for node in self.plan.graph.nodes
@@ -127,10 +131,7 @@ class Binder:
         ]
         value = self.values[name]
         role = ", ".join(users) or "offsets of a ragged tensor"
-        return GraphError(
-            f"no buffer is bound to {name!r} ({role}); "
-            f"bind a {short(value.dtype)} tensor {list(value.dim)}"
-        )
+        return f"({role}); bind a {short(value.dtype)} tensor {list(value.dim)}"
 
     def _check(self, env: list[Any], workspace: Tensor | None) -> list[tuple[int, Value]]:
         """Raise GraphError for the first wrong buffer; return the values that need their dim."""
@@ -154,7 +155,7 @@ class Binder:
         if buffer.dtype is not self.dtypes[value.name]:
             raise GraphError(
                 f"{value.name!r} is declared {short(value.dtype)} but bound to a "
-                f"{buffer.dtype} buffer {list(buffer.shape)}"
+                f"{buffer.dtype} buffer {list(buffer.shape)} {self._wanted(value.name)}"
             )
         if buffer.numel() and not buffer.data_ptr():
             kind = "meta tensor" if buffer.is_meta else type(buffer).__name__
@@ -174,7 +175,8 @@ class Binder:
             return shape != value.dim
         if [n for n in shape if n != 1] != [n for n in value.dim if n != 1]:
             raise GraphError(
-                f"{value.name!r} is declared {list(value.dim)} but bound to a buffer {list(shape)}"
+                f"{value.name!r} is declared {list(value.dim)} but bound to a buffer {list(shape)} "
+                f"{self._wanted(value.name)}"
             )
         if 0 in value.dim:
             return shape != value.dim

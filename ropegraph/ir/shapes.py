@@ -102,7 +102,8 @@ def _table(where: str, attrs: Rotation, table: Dim, b: int, s: int, d: int) -> N
     if len(table) != 4 or table[2] != 1 or table[1] not in (1, b):
         raise GraphError(
             f"{where}: freqs {list(table)} is not a table of angles; "
-            f"use [s, 1, 1, {width}], or [s, {b}, 1, {width}] with one table per batch entry"
+            f"use [s, 1, 1, {width}]"
+            + (f", or [s, {b}, 1, {width}] with one table per batch entry" if b > 1 else "")
         )
     if table[3] != width:
         other = r if attrs.half_width else r // 2
