@@ -92,11 +92,11 @@ BAD = {
     ),
     "an unknown name": (
         lambda p: {**p, "Q": p["q"]},
-        ["'Q' names no single tensor of graph 'graph'", "f, k, k_rot, o, q, q_rot, stats, v"],
+        ["'Q' names no tensor of graph 'graph'", "f, k, k_rot, o, q, q_rot, stats, v"],
     ),
     "a key of no kind": (
         lambda p: {**p, 1.5: p["q"]},
-        ["1.5 names no single tensor of graph 'graph'"],
+        ["1.5 names no tensor of graph 'graph'"],
     ),
     "a tensor of another graph": (
         lambda p: {**p, new().tensor(X, name="q"): p["q"]},

@@ -142,7 +142,7 @@ ROPE: dict[str, tuple[Make, str]] = {
     ),
     "unknown keyword": (
         lambda d: d.rope(theta=1e4),
-        "theta=10000.0 is no argument of this operatio",
+        "theta=10000.0 is no argument here",
     ),
     "freqs of a list": (lambda d: d.rope(freqs=[[0.0]]), "freqs=[[0.0]] is not a tensor"),
     "input of a number": (lambda d: d.g.rope(5, name="turn"), "turn"),
@@ -347,7 +347,7 @@ SDPA: dict[str, tuple[Make, str]] = {
     ),
     "pages in the backward": (
         lambda d: d.backward(paged_attention_max_seq_len_kv=7),
-        "paged_attention_max_seq_len_kv=7 is no argument of this operation",
+        "paged_attention_max_seq_len_kv=7 is no argument here",
     ),
 }
 
@@ -536,7 +536,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "one engine": ({"engines": "cudnn"}, "engines: 'cudnn' is no engine"),
     "no engines": ({"engines": ()}, f"engines=() allows nothing; use some of {ENGINES}"),
     "engines of a number": ({"engines": 5}, f"engines=5; use names out of {ENGINES}"),
-    "unknown keyword": ({"colour": "red"}, "colour='red' is no argument of this operation"),
+    "unknown keyword": ({"colour": "red"}, "colour='red' is no argument here"),
 }
 
 

@@ -148,7 +148,7 @@ def test_what_is_wrong_is_said_at_the_right_time():
     with pytest.raises(GraphError, match="called before its with block ended"):
         g(Q)
     g = attention()
-    with pytest.raises(GraphError, match="cannot record scale after validate"):
+    with pytest.raises(GraphError, match="cannot record scale after build"):
         g.scale(Q, 2.0)
     with pytest.raises(AttributeError):
         g.no_such_method()
@@ -265,7 +265,7 @@ def test_jit_builds_what_the_function_returns():
 
     assert alone.__doc__ == "Its own docstring."
     for g in (alone(3), first(4)[0]):
-        with pytest.raises(GraphError, match=r"after validate\(\)"):
+        with pytest.raises(GraphError, match=r"after build\(\)"):
             g.tensor(X)
     with pytest.raises(GraphError, match="jit: neither returned 5, not a graph"):
         neither()

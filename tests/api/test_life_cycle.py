@@ -59,11 +59,11 @@ def test_steps_may_be_repeated():
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (lambda g: g.tensor(X), "cannot add a tensor after validate()"),
-        (lambda g: g.tensor_like(torch.ones(X)), "cannot add a tensor after validate()"),
-        (lambda g: g.scale(g.find_tensor("q"), 2.0), "cannot record scale after validate()"),
+        (lambda g: g.tensor(X), "cannot add a tensor"),
+        (lambda g: g.tensor_like(torch.ones(X)), "cannot add a tensor"),
+        (lambda g: g.scale(g.find_tensor("q"), 2.0), "cannot record scale"),
         (lambda g: g.sdpa(*(g.find_tensor(n) for n in "qkv")), "cannot record sdpa after"),
-        (lambda g: g.find_tensor("q").set_name("x"), "cannot change tensor 'q' after validate()"),
+        (lambda g: g.find_tensor("q").set_name("x"), "cannot change tensor 'q'"),
         (lambda g: g.find_tensor("q").set_uid(7), "cannot change tensor 'q'"),
         (lambda g: g.find_tensor("q").set_dim(X), "cannot change tensor 'q'"),
         (lambda g: g.find_tensor("q").set_stride((1, 1, 1, 1)), "cannot change tensor 'q'"),
@@ -82,11 +82,47 @@ def test_a_graph_is_frozen_from_validate_on(step: str, action: Any, text: str):
     g = attention()
     getattr(g, step)()
     before = str(g)
+    # create_execution_plans and check_support are build_operation_graph, build_plans is build.
+    closing = {"validate": "validate", "get_workspace_size": "get_workspace_size"}
+    by = closing.get(step, "build" if step.startswith("build") else "build_operation_graph")
+    if step == "build_operation_graph":
+        by = step
     with pytest.raises(GraphError) as caught:
         action(g)
     assert text in str(caught.value)
+    assert f"after {by}(); " in str(caught.value)
     assert "record everything first, or start a new graph" in str(caught.value)
     assert str(g) == before
+
+
+LOOKS: dict[str, Any] = {
+    "explain": lambda g: g.explain(),
+    "recorded": lambda g: g.to_mermaid(),
+    "lowered": lambda g: g.to_mermaid("lowered"),
+    "plan": lambda g: g.plan,
+    "decisions": lambda g: g.fold_decisions,
+    "why_not": lambda g: g.why_not("torch"),
+    "serialize": lambda g: g.serialize(),
+    "key": lambda g: g.key,
+    "text": str,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_is_no_end_and_shows_what_is_there(look: str):
+    g = attention()
+    before = LOOKS[look](g)
+    g.find_tensor("stats").set_output(True)
+    g.find_tensor("q_rot").set_output(True)
+    fresh = attention()
+    fresh.find_tensor("stats").set_output(True)
+    fresh.find_tensor("q_rot").set_output(True)
+    after = LOOKS[look](g)
+    assert after == LOOKS[look](fresh)
+    if look not in ("why_not", "plan"):
+        assert after != before
+    g.backward_graph(["o"], ["q", "k", "v"]).build()
+    g.build()
 
 
 def test_looking_at_a_graph_does_not_freeze_or_change_it():

@@ -118,7 +118,7 @@ def test_dims_that_are_none(given: Any, text: str):
         ({"uid": True}, "uid=True is not a host integer"),
         ({"uid": 1.0}, "uid=1.0 is not a host integer"),
         ({"ragged_offset": 5}, "ragged_offset=5 is not a tensor of this graph"),
-        ({"colour": "red"}, "colour='red' is no argument of this operation"),
+        ({"colour": "red"}, "colour='red' is no argument here"),
     ],
 )
 def test_declarations_that_are_wrong(options: dict[str, Any], text: str):
