@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -15,7 +15,7 @@ from ropegraph.errors import GraphError, UnsupportedError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir.contract import FoldContract
 from ropegraph.ir.graph import Graph
-from ropegraph.lowering.choose import choose, reasons, slots_of
+from ropegraph.lowering.choose import Refused, choose, reasons, slots_of
 from ropegraph.lowering.engine import Device, Engine, Executable, Step
 from ropegraph.lowering.memory import place
 from ropegraph.lowering.plan import Plan
@@ -33,9 +33,7 @@ class Lowered:
     trace: tuple[pipeline.Trace, ...]
     plan: Plan
     allowed: tuple[str, ...]
-    refused: Mapping[tuple[str, str], tuple[str, ...]] = field(
-        default_factory=dict[tuple[str, str], tuple[str, ...]]
-    )
+    refused: Refused
 
     @property
     def recorded(self) -> Graph:
@@ -55,8 +53,8 @@ class Lowered:
         """Node name -> every rule it breaks on ``engine``; nodes that could run are left out."""
         asked, plan = [manifest.load(engine)], self.plan
         found = {
-            node.name: reasons(plan.graph, node, plan.device, asked, (engine,), self.refused)
-            for node in plan.graph.nodes
+            step.name: reasons(plan.graph, step, plan.device, asked, (engine,), self.refused)
+            for step in plan.steps
         }
         return {name: broken[engine] for name, broken in found.items() if broken[engine]}
 
@@ -67,9 +65,8 @@ class Lowered:
         """
         refused = {**self.refused, (step.name, step.engine): tuple(str(error).splitlines())}
         plan = self.plan
-        known = _known(self.allowed)
         try:
-            steps = choose(plan.graph, plan.device, known, self.allowed, refused)
+            steps = choose(plan.graph, plan.device, _known(self.allowed), self.allowed, refused)
         except UnsupportedError as none_left:
             raise none_left from error
         return replace(self, plan=replace(plan, steps=steps), refused=refused)
@@ -85,8 +82,8 @@ def lower(graph: Graph, device: Device, engines: tuple[str, ...] | None) -> Lowe
     trace = pipeline.run(graph)
     final = trace[-1].graph
     offsets, size = place(final)
-    steps = choose(final, device, _known(allowed), allowed)
-    return Lowered(trace, Plan(final, device, steps, slots_of(final), offsets, size), allowed)
+    steps = choose(final, device, _known(allowed), allowed, {})
+    return Lowered(trace, Plan(final, device, steps, slots_of(final), offsets, size), allowed, {})
 
 
 def _known(allowed: tuple[str, ...]) -> list[Engine]:

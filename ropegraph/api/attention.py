@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, is_tensor, refuse_unknown
 from ropegraph.api.recording import Recorder
@@ -159,7 +159,7 @@ class AttentionArguments:
         where = f"{self.where}: dropout"
         if not isinstance(given, (tuple, list)):
             raise GraphError(f"{where}={given!r:.60}; use (probability, seed, offset)")
-        items: list[Any] = list(given)  # pyright: ignore[reportUnknownArgumentType]
+        items = list(cast("Sequence[Any]", given))
         if len(items) != 3 or _is_tensor(items[0]):
             raise GraphError(
                 f"{where} is given as (mask, scale), which is not supported; "

@@ -86,6 +86,7 @@ class _Derivation:
             fold_contract=self.forward.fold_contract,
             **self.forward.settings,
         )
+        self.names = self.forward.recorder.names()
         for output in self.outputs:
             grad = self.backward.tensor(
                 output.get_dim(),
@@ -266,7 +267,7 @@ class _Derivation:
         return self.copies[tensor]
 
     def _name(self, tensor: Tensor) -> str:
-        return self.forward.recorder.names()[tensor]
+        return self.names[tensor]
 
 
 def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ropegraph.api.checks import as_count
+from ropegraph.compile import device_of
+from ropegraph.engines.cudnn_sdpa.facts import version_name
 from ropegraph.errors import GraphError
 
 
@@ -67,8 +69,7 @@ def backend_version() -> int:
 
 def backend_version_string() -> str:
     """backend_version() as text: "9.19.0"."""
-    version = backend_version()
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return version_name(backend_version())
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,5 @@ def create_device_properties(device: torch.device | str | int | None = None) -> 
         where = create_handle().device if device is None else torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise GraphError(f"create_device_properties: device={device!r:.60}: {error}") from error
-    if where.type != "cuda":
-        return DeviceProperties(where.type, 0)
-    major, minor = torch.cuda.get_device_capability(where)
-    return DeviceProperties("cuda", 10 * major + minor)
+    found = device_of(where)
+    return DeviceProperties(found.type, found.sm)

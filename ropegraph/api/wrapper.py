@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,6 @@ from ropegraph.api.checks import as_count, as_list
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
-from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import op_name
 
@@ -98,7 +97,8 @@ class Graph:
         """The order of a positional call.  Every tensor the caller binds must be listed once."""
         graph = self._graph.lowered.recorded
         names = [[self._resolve(t) for t in side] for side in (inputs, outputs)]
-        bound = {n for n, t in self._named().items() if t.spec.bound is not None}
+        names_of = self._graph.recorder.names()
+        bound = {n for t, n in names_of.items() if t.spec.bound is not None}
         missing = {*graph.inputs, *graph.visible} - {*names[0], *names[1]} - bound
         if missing:
             raise GraphError(f"Graph: {sorted(missing)} are listed in neither inputs nor outputs")
@@ -116,23 +116,23 @@ class Graph:
                 raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
         self._order = names[0], names[1]
 
-    def _named(self) -> dict[str, Tensor]:
-        return {name: t for t, name in self._graph.recorder.names().items()}
+    @functools.cached_property
+    def _names(self) -> dict[Any, str]:
+        """A tensor, its own name, its uid or a canonical name -> the name in the built graph."""
+        names, found = self._graph.recorder.names(), dict[Any, str]()
+        for node in self._graph.recorder.nodes:
+            for port, tensor in {**node.inputs, **node.outputs}.items():
+                found[f"{node.name}::{port}"] = names[tensor]
+        for tensor, name in names.items():
+            found |= {tensor: name, name: name}
+            if tensor.get_uid() >= 0:
+                found[tensor.get_uid()] = name
+        return found
 
     def _resolve(self, given: Any) -> str:
-        """A canonical name, a tensor, its own name or its uid -> the name in the graph."""
-        for name, tensor in self._named().items():
-            if (
-                given is tensor
-                or given == name
-                or (tensor.get_uid() >= 0 and given == tensor.get_uid())
-            ):
-                return name
-        for node in self._graph.recorder.nodes:
-            ports = {**node.inputs, **node.outputs}
-            for port, tensor in ports.items():
-                if given == f"{node.name}::{port}":
-                    return self._graph.recorder.names()[tensor]
+        name = self._names.get(given) if isinstance(given, Hashable) else None
+        if name is not None:
+            return name
         known = [
             f"{n.name}::{p} ({op_name(n.attrs)})"
             for n in self._graph.recorder.nodes

@@ -14,8 +14,16 @@ from ropegraph.execution.bind import Binder
 from ropegraph.execution.replay import Replays
 from ropegraph.ir.graph import Value
 from ropegraph.lowering.engine import Executable
-from ropegraph.lowering.memory import ALIGNMENT, span_bytes
+from ropegraph.lowering.memory import span_bytes
 from ropegraph.lowering.plan import Plan
+
+
+class _Local(threading.local):
+    """What one thread keeps for each of its streams: an arena laid out, and captured launches."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[int, list[Any]] = {}
+        self.replays: dict[int, Replays] = {}
 
 
 class Runnable:
@@ -28,9 +36,8 @@ class Runnable:
     def __init__(self, plan: Plan, executables: Sequence[Executable]) -> None:
         self.plan = plan
         self.executables = tuple(executables)
-        self.scratch_start = -(-plan.workspace_bytes // ALIGNMENT) * ALIGNMENT
         scratch = max((getattr(e, "workspace_bytes", 0) for e in executables), default=0)
-        self.workspace_bytes = self.scratch_start + scratch if scratch else plan.workspace_bytes
+        self.workspace_bytes = plan.workspace_bytes + scratch
         self.binder = Binder(plan)
         self.device = torch.device(plan.device.type, plan.device.index)
         self._on_cuda = plan.device.type == "cuda"
@@ -40,7 +47,7 @@ class Runnable:
             and not any(v.is_host and v.constant is None for v in plan.graph.values.values())
             and all(getattr(e, "can_be_captured", False) for e in executables)
         )
-        self._local = threading.local()
+        self._local = _Local()
 
     def __call__(
         self, buffers: Mapping[str, Any], workspace: object = None, stream: int | None = None
@@ -70,7 +77,7 @@ class Runnable:
 
     def _replays(self, stream: int) -> Replays:
         """This thread's captured launches for a stream."""
-        by_stream: dict[int, Replays] = self._local.__dict__.setdefault("replays", {})
+        by_stream = self._local.replays
         if stream not in by_stream:
             by_stream[stream] = Replays(self._run, self.device, stream)
         return by_stream[stream]
@@ -94,12 +101,11 @@ class Runnable:
 
     def _own_layout(self, stream: int) -> list[Any]:
         """The layout of an arena of our own: one a thread and stream, kept for the next call."""
-        templates: dict[int, list[Any]] = self._local.__dict__.setdefault("arenas", {})
-        if stream not in templates:
-            size = self.workspace_bytes
-            arena = torch.empty(size, dtype=torch.uint8, device=self.device)
-            templates[stream] = self._layout(arena)
-        return list(templates[stream])
+        layouts = self._local.layouts
+        if stream not in layouts:
+            arena = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            layouts[stream] = self._layout(arena)
+        return list(layouts[stream])
 
     def _as_arena(self, workspace: object) -> Tensor:
         size = self.workspace_bytes
@@ -121,7 +127,7 @@ class Runnable:
     def _layout(self, arena: Tensor) -> list[Any]:
         """Every virtual value in its place in the arena, room for the others, and the scratch."""
         env: list[Any] = [None] * len(self.plan.slots)
-        env.append(arena[self.scratch_start : self.workspace_bytes])
+        env.append(arena[self.plan.workspace_bytes : self.workspace_bytes])
         for name, start in self.plan.workspace.items():
             env[self.plan.slots[name]] = _place(arena, start, self.plan.graph.values[name])
         return env

@@ -5,7 +5,7 @@ Edges are value names, so an edit that drops a node leaves no stale pointer behi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,6 +18,13 @@ from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
+
+
+def span(dim: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one that dim and stride reach, inclusive."""
+    if 0 in dim:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(dim, stride, strict=True))
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,7 @@ class Value:
     @property
     def span_elems(self) -> int:
         """Elements from the first to the last one that dim and stride reach, inclusive."""
-        if self.numel == 0:
-            return 0
-        return 1 + sum((d - 1) * s for d, s in zip(self.dim, self.stride, strict=True))
+        return span(self.dim, self.stride)
 
 
 @dataclass(frozen=True)

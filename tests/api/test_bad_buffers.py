@@ -420,3 +420,18 @@ def test_a_good_pack_does_not_vouch_for_a_bad_one():
     refused(g, good | {"x": x, "y": y}, "shares memory")
     shorter = good["y"].view(-1)[:-1].as_strided((2, 3, 5, 7), (120, 40, 8, 1))
     refused(g, good | {"y": shorter}, "'y' is declared")
+
+
+def test_a_length_found_wrong_after_a_launch_names_what_is_written():
+    g = new()
+    q, k, v = (g.tensor((2, 1, 3, 8), name=name) for name in "qkv")
+    f = g.tensor((3, 1, 1, 8), name="f")
+    lengths = {name: g.tensor((2, 1, 1, 1), name=name) for name in ("seq_len_q", "seq_len_kv")}
+    turned = g.rope(q, f, name="turn").set_output(True).set_name("turned")
+    o, _ = g.sdpa(turned, k, v, use_padding_mask=True, generate_stats=False, **lengths)
+    o.set_output(True).set_name("o")
+    pack = buffers(g)
+    pack["seq_len_q"].fill_(9)
+    with pytest.raises(PositionError, match=r"sequence 0 is 9.*already written: turned$"):
+        g.execute(pack)
+    assert bool(pack["o"].isnan().all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Case:
     h: int
     s: int
     d: int
-    buffers: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)

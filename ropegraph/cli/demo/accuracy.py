@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropegraph.cli.demo.graphs import SETTINGS, RotaryAttention, Setting, Sizes
 from ropegraph.cli.demo.screen import table
+from ropegraph.cli.demo.training import max_or_nan
 from ropegraph.testing import oracle
 
 NAMES = ("o", "stats", "dq", "dk", "dv")
@@ -120,14 +121,12 @@ def measure(sizes: Sizes, after_each: Callable[[], None]) -> Accuracy:
         peer = errors(by_torch(inputs), want)
         allowed = limits(peer, dtype)
         column = columns[label] = {"plain torch": peer}
-        shares[label] = 0.0
+        parts: list[float] = []
         for setting in SETTINGS:
             found = column[setting.name] = errors(by_graphs(inputs, setting), want)
-            parts = [found[name] / allowed[name] for name in NAMES]
-            # A NaN must win here, and max() alone would drop it.
-            worst = max(parts, key=lambda part: (part != part, part))
-            shares[label] = max(shares[label], worst, key=lambda part: (part != part, part))
+            parts += [found[name] / allowed[name] for name in NAMES]
             after_each()
+        shares[label] = max_or_nan(parts)
         column["allowed"] = allowed
     return Accuracy(_table(columns), shares)
 

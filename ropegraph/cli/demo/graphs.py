@@ -20,9 +20,8 @@ class Setting:
     fold_log2: bool = False
 
 
-OFF = Setting("off", "off")
 SETTINGS = (
-    OFF,
+    Setting("off", "off"),
     Setting("q", "q"),
     Setting("symmetric", "symmetric"),
     Setting("q + log2", "q", fold_log2=True),

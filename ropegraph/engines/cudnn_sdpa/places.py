@@ -9,8 +9,7 @@ import torch
 
 from ropegraph.engines.cudnn_sdpa.operands import Operand
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe
-
-ALIGNMENT = 256
+from ropegraph.lowering.memory import aligned
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
     in_scratch: list[tuple[int, int]] = []
     host_scale: tuple[int, int] | None = None
     copies: dict[str, int] = {}
-    size = _aligned(max(cudnn_bytes, 1))
+    size = aligned(max(cudnn_bytes, 1))
     for uid, operand, slot in recipe:
         place = order.get(uid)
         if place is None:
@@ -49,11 +48,11 @@ def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
             host_scale = (place, slot)
         elif operand.spare_bytes:
             in_scratch.append((place, size))
-            size += _aligned(operand.spare_bytes)
+            size += aligned(operand.spare_bytes)
         elif copied := recipe.copied_bytes(operand):
             copies[operand.port] = size
             in_scratch.append((place, size))
-            size += _aligned(copied)
+            size += aligned(copied)
         else:
             buffers.append((place, slot))
     return Places(tuple(buffers), tuple(offsets), host_scale, tuple(in_scratch), copies, size)
@@ -64,7 +63,3 @@ def _offsets(operand: Operand, index: int) -> torch.Tensor:
     counted = [i * (operand.every or 0) for i in range(operand.dim[0])]
     # A copy from pageable memory has arrived when it returns: any stream may read it.
     return torch.tensor(counted, dtype=dtype).to(f"cuda:{index}")
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

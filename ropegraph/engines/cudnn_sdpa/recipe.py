@@ -9,6 +9,7 @@ from typing import cast
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cudnn_sdpa.operands import Operand, operands_of
+from ropegraph.ir.graph import span
 from ropegraph.ir.ops import Attention, Sdpa, SdpaBackward
 from ropegraph.lowering.engine import Device, Step
 
@@ -58,8 +59,7 @@ class Recipe:
         is_risky = "bias" in ports and "sink_token" not in ports
         if operand.port != "stats" or operand.ragged or not is_risky:
             return 0
-        pairs = zip(operand.dim, operand.stride, strict=True)
-        return 4 * (1 + sum((n - 1) * stride for n, stride in pairs))
+        return 4 * span(operand.dim, operand.stride)
 
     @property
     def io(self) -> DType:

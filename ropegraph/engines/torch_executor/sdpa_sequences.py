@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from ropegraph.errors import PositionError
-from ropegraph.ir.graph import Value
+from ropegraph.ir.graph import Value, span
 from ropegraph.ir.ops import op_name
 from ropegraph.lowering.engine import Step
 
@@ -89,7 +89,7 @@ class PortReader:
         starts = [multiplier * offset for offset in _on_host(offsets)]
         _, h, _, d = self._value.dim
         _, s_h, s_s, s_d = self._value.stride
-        room = _extent(x)
+        room = span(x.shape, x.stride())
         for i, length in enumerate(lengths):
             start, step = starts[i], starts[i + 1] - starts[i]
             if start < 0 or step < 0:
@@ -153,10 +153,3 @@ def is_sequenced(step: Step) -> bool:
 
 def _on_host(x: torch.Tensor) -> list[int]:
     return cast("list[int]", x.reshape(-1).tolist())
-
-
-def _extent(x: torch.Tensor) -> int:
-    """Elements from the first of ``x`` to its last in memory, inclusive."""
-    if x.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

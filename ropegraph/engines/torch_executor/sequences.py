@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from ropegraph.errors import PositionError
-from ropegraph.ir.graph import Value
+from ropegraph.ir.graph import Value, span
 from ropegraph.lowering.engine import Step
 
 
@@ -49,7 +49,7 @@ def views(
     _, h, _, d = value.dim
     _, stride_h, stride_s, stride_d = value.stride
     first = buffer.storage_offset()
-    room = _span(buffer)
+    room = span(buffer.shape, buffer.stride())
     found: list[Tensor] = []
     for i, (start, length) in enumerate(zip(starts, lengths, strict=False)):
         reach = start + (h - 1) * stride_h + (length - 1) * stride_s + (d - 1) * stride_d + 1
@@ -61,14 +61,6 @@ def views(
         shape = (h, length, d)
         found.append(buffer.as_strided(shape, (stride_h, stride_s, stride_d), first + start))
     return found
-
-
-def _span(buffer: Tensor) -> int:
-    """Elements from the first to the last one of a buffer, inclusive."""
-    if buffer.numel() == 0:
-        return 0
-    steps = zip(buffer.shape, buffer.stride(), strict=True)
-    return 1 + sum((extent - 1) * stride for extent, stride in steps)
 
 
 def parts(step: Step, env: Sequence[Tensor], ports: Sequence[str]) -> list[list[Tensor]]:
