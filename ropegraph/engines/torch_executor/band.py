@@ -71,6 +71,6 @@ def _triangle(
     return ones.triu(diagonal) if side == "above" else ones.tril(diagonal)
 
 
-# The tiles of a call repeat a handful of masks, and so do calls.  Not on a GPU, where a mask made on
-# one stream could be read on another before it is written.
+# The tiles of a call repeat a handful of masks, and so do calls.  Not on a GPU, where a mask made
+# on one stream could be read on another before it is written.
 _cached_triangle = lru_cache(maxsize=8)(_triangle)
