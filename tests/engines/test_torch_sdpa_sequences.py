@@ -182,9 +182,9 @@ def refuse(what: str, case: Case, over: Mapping[str, Layout], **changed: Tensor)
 def test_bad_offsets_and_lengths_are_refused() -> None:
     kv = KV
     cases = (
-        (r"sequence 1 of 'q': ragged offsets 80 to 40", Layout([0, 4, 2, 10], 10), kv),
-        (r"sequence 0 of 'q': ragged offsets -20 to 60", Layout([-1, 3, 8, 10], 10), kv),
-        (r"sequence 2 of 'q': 2 rows .* outside of the 180 elements", Layout([0, 3, 8, 10], 9), kv),
+        (r"decrease at sequence 1, from 80 to 40", Layout([0, 4, 2, 10], 10), kv),
+        (r"first offset of 'in_q' is -20", Layout([-1, 3, 8, 10], 10), kv),
+        (r"'in_q': sequence 2 of 2 tokens .* past the 180 elements", Layout([0, 3, 8, 10], 9), kv),
         (r"sequence 1 of 'k': 6 rows of stride 10 do not fit", Q, Layout([0, 4, 9, 11], 11)),
     )
     for what, q_layout, kv_layout in cases:

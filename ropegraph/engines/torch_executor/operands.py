@@ -97,7 +97,7 @@ class Operands:
     def flash(self, part: Part) -> Flash | None:
         """torch's fused kernel, if it can serve this part."""
         attrs = self.attrs
-        extra = self._bias >= 0 or self._sink >= 0 or attrs.alibi or attrs.dropout_p is not None
+        extra = self._bias >= 0 or self._sink >= 0 or attrs.alibi or bool(attrs.dropout_p)
         if extra or attrs.score_mod is not None:
             return None
         band = band_of(attrs, part.s_q, part.s_kv)

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from ropegraph.engines.torch_executor.sequences import read_starts, views
 from ropegraph.errors import PositionError
-from ropegraph.ir.graph import Value, span
+from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import op_name
 from ropegraph.lowering.engine import Step
 
@@ -85,39 +86,16 @@ class PortReader:
             env[self._slot].fill_(number)
 
     def _ragged(self, x: torch.Tensor, offsets: torch.Tensor, lengths: Sequence[int]) -> View:
-        multiplier = self._value.ragged_multiplier
-        starts = [multiplier * offset for offset in _on_host(offsets)]
-        _, h, _, d = self._value.dim
-        _, s_h, s_s, s_d = self._value.stride
-        room = span(x.shape, x.stride())
+        starts = read_starts(offsets, self._value)
+        found = views(x, self._value, starts, lengths)
+        row = self._value.stride[2]
         for i, length in enumerate(lengths):
-            start, step = starts[i], starts[i + 1] - starts[i]
-            if start < 0 or step < 0:
+            if length and (length - 1) * row >= starts[i + 1] - starts[i]:
                 raise PositionError(
-                    f"{self._where.format(i)}: ragged offsets {start} to {starts[i + 1]}; "
-                    "offsets must not be negative and must not decrease"
+                    f"{self._where.format(i)}: {length} rows of stride {row} do not fit between "
+                    f"ragged offsets {starts[i]} and {starts[i + 1]}"
                 )
-            if length == 0 or h == 0 or d == 0:
-                continue
-            last = (length - 1) * s_s
-            end = start + last + (h - 1) * s_h + (d - 1) * s_d
-            if end >= room:
-                raise PositionError(
-                    f"{self._where.format(i)}: {length} rows from ragged offset {start} on end at "
-                    f"element {end}, outside of the {room} elements bound"
-                )
-            if last >= step:
-                raise PositionError(
-                    f"{self._where.format(i)}: {length} rows of stride {s_s} do not fit between "
-                    f"ragged offsets {start} and {starts[i + 1]}"
-                )
-        base = x.storage_offset()
-
-        def view(i: int) -> torch.Tensor:
-            size = (1, h, lengths[i], d)
-            return x.as_strided(size, (h * s_h, s_h, s_s, s_d), base + starts[i])
-
-        return view
+        return lambda i: found[i].unsqueeze(0)
 
     def _paged(self, x: torch.Tensor, table: torch.Tensor, lengths: Sequence[int]) -> View:
         n_pool, h, page, d = self._value.dim
