@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED := 1
 .PHONY: help setup demo test check lint types examples format bench clean gpu-test
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt
 
@@ -35,8 +35,9 @@ demo: $(STAMP)  ## the main job: graphs, folds, error table, training on a real 
 
 test: $(STAMP)  ## every test that needs no GPU; one thread, so figures repeat
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
+	@echo 'tests/gpu was left out: on a CUDA device, `make gpu-test` runs it (PYTHON=... names the python)'
 
-gpu-test:  ## the whole suite on a CUDA device, with the python that has CuPy and cuDNN
+gpu-test:  ## the whole suite on a CUDA device, by a PYTHON that has pytest, CuPy and cuDNN
 	$(PYTHON) -m pytest $(ARGS)
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/
@@ -56,7 +57,7 @@ format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## time rope + attention beside plain torch
+bench: $(STAMP)  ## time rope + attention beside plain torch (ARGS="--record FILE" keeps the table)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph bench $(ARGS)
 
 clean:  ## remove .venv and everything built

@@ -8,6 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import ropegraph as rg
 from ropegraph.cli.bench import command as bench
 from ropegraph.cli.demo import command as demo
 
@@ -18,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m ropegraph",
         description="Graphs for rotary attention: record, fold, lower, execute, differentiate.",
     )
+    version = f"ropegraph {rg.__version__}, torch {torch.__version__}"
+    whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_to(commands)
     bench.add_to(commands)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ropegraph as rg
 from ropegraph.__main__ import main
 from ropegraph.cli.demo import accuracy, command, fold_table
 from ropegraph.cli.demo.attention import (
@@ -17,7 +18,8 @@ from ropegraph.cli.demo.attention import (
     plain_attention,
     slightly_wrong_attention,
 )
-from ropegraph.cli.demo.graphs import SETTINGS, Setting, Sizes
+from ropegraph.cli.demo.diagram import flowchart
+from ropegraph.cli.demo.graphs import SETTINGS, RotaryAttention, Setting, Sizes
 from ropegraph.cli.demo.model import Shape, seeded_decoder
 from ropegraph.cli.demo.screen import Progress, sparkline, table
 from ropegraph.cli.demo.text import batches, king_james
@@ -38,6 +40,9 @@ def test_the_quick_demo_passes_and_shows_everything(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert text.count("flowchart LR") == 4
     assert "moved to rope_q" in text
+    assert "of plain torch" in text
+    assert f"torch {torch.__version__}" in text
+    assert max(map(len, text.splitlines())) <= 120
     assert "all hold" in text
     assert "\r" not in text  # no bar where nobody watches
     for setting in command.TRAINED:
@@ -78,7 +83,8 @@ def test_as_a_command_without_a_terminal_or_unicode() -> None:
     [
         (["demo", "--steps", "3"], "'3' is not a whole number of 10 or more"),
         (["demo", "--steps", "-20"], "'-20' is not a whole number"),
-        (["demo", "--threads", "0"], "invalid choice: 0"),
+        (["demo", "--threads", "0"], "'0' is not a whole number from 1 to 64"),
+        (["demo", "--threads", "many"], "'many' is not a whole number"),
         ([], "COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
     ],
@@ -90,6 +96,43 @@ def test_a_wrong_command_line_says_why(
         main(arguments)
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"ropegraph {rg.__version__}, torch ")
+
+
+def test_a_flowchart_is_a_line_or_two_a_node() -> None:
+    sizes = Sizes(b=1, h_q=2, h_kv=1, s=4, d=16, rotated=16)
+    freqs = accuracy.random_inputs(sizes, torch.float32).freqs
+    graphs = RotaryAttention(sizes, Setting("q", "q"), freqs, torch.float32)
+    assert flowchart(graphs.forward.lowered.recorded).splitlines() == [
+        "flowchart LR",
+        '    q & freqs --> rope_q["rope_q: output_scale=1"]',
+        '    k & freqs --> rope_k["rope_k: output_scale=1"]',
+        "    rope_q -->|q_rot| attention",
+        "    rope_k -->|k_rot| attention",
+        '    v --> attention["attention: attn_scale=0.25"]',
+        "    attention --> o & stats",
+    ]
+    assert '["rope_q+rope_k: output_scale=0.25, 1"]' in flowchart(graphs.forward.plan.graph)
+    backward = flowchart(graphs.backward.plan.graph)
+    assert "    rope_q_backward_rope_k_backward --> dq & dk" in backward.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("claim", "row"),
+    [
+        (command.Claim("e", 6.1e-7, 1e-5), ("e", "6.1e-07", "<= 1e-05", "ok")),
+        (command.Claim("r", 0.61, 1.0, digits=command.RATIO), ("r", "0.61", "<= 1", "ok")),
+        (command.Claim("s", 1e-9, least=1e-4), ("s", "1.0e-09", ">= 1e-04", "FAILED")),
+    ],
+)
+def test_how_a_claim_is_printed(claim: command.Claim, row: tuple[str, ...]) -> None:
+    assert claim.row == row
 
 
 def test_the_text_is_real_and_large_enough() -> None:
@@ -150,10 +193,10 @@ def test_gaps_see_a_wrong_gradient_and_pass_on_nan() -> None:
     assert gradient_gap(wrong, right) > 1e-4
     assert wrong.losses[0] == right.losses[0]
     assert wrong.losses[1] != right.losses[1]
-    broken = Run((right.losses[0], math.nan, 1.0), {}, 0.0)
+    broken = Run((right.losses[0], math.nan, 1.0), {})
     assert math.isnan(loss_gap(broken, right))
     assert math.isnan(gradient_gap(broken, right))
-    assert math.isnan(loss_gap(Run((), {}, 0.0), right))
+    assert math.isnan(loss_gap(Run((), {}), right))
 
 
 def test_drawing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +213,7 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         progress.close("done")
     drawn = capsys.readouterr().out
     assert "2/2 loss 2" in drawn
-    assert drawn.rstrip().splitlines()[-1].endswith(" s")
+    assert drawn.rstrip().endswith("bar                    done")
 
 
 def test_options_have_defaults() -> None:
@@ -184,7 +227,7 @@ def test_the_fold_table_is_read_off_the_graphs(monkeypatch: pytest.MonkeyPatch) 
     sizes = Sizes(b=1, h_q=4, h_kv=2, s=7, d=24, rotated=16)
     text, gap = fold_table.check(sizes)
     assert gap < 1e-12
-    assert text.count("2+2") == len(SETTINGS)
+    assert text.count("2 + 2") == len(SETTINGS)
     # A fold that did not happen must show.
     monkeypatch.setattr(fold_table, "SETTINGS", (Setting("q", "off"), Setting("off", "q")))
     monkeypatch.setattr(

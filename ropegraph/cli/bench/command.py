@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
@@ -17,7 +18,7 @@ import torch
 
 import ropegraph as rg
 from ropegraph.cli.bench import cpu, gpu
-from ropegraph.cli.bench.row import table
+from ropegraph.cli.bench.row import notes, table
 
 
 def add_to(commands: Any) -> None:
@@ -30,11 +31,16 @@ def add_to(commands: Any) -> None:
         "results are compared before they are timed.",
     )
     command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to run; a GPU if there is one"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where to run (a GPU if there is one, else the CPU with two threads)",
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of the table")
     command.add_argument(
-        "--record", type=Path, metavar="FILE", help="also write FILE.md and FILE.json"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="also write the table to FILE.md and the numbers to FILE.json",
     )
     command.set_defaults(run=run)
 
@@ -42,20 +48,26 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    print("measuring, for a minute or so ...", file=sys.stderr, flush=True)
     measured = gpu.rows() if device == "cuda" else cpu.rows()
     facts = _facts(device)
     data = json.dumps({**facts, "rows": [asdict(r) for r in measured]}, indent=1)
-    text = table(measured)
+    text = f"{table(measured)}\n\n{notes(measured)}"
     print(data if options.json else text)
     if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-        page = (
-            f"# Benchmark on {facts['device']}\n\nOne run of `make bench`.\n\n{about}\n\n{text}\n"
-        )
-        options.record.with_suffix(".md").write_text(page)
-        options.record.with_suffix(".json").write_text(data + "\n")
+        _record(options.record, facts, text, data)
     return 0
+
+
+def _record(file: Path, facts: dict[str, str], text: str, data: str) -> None:
+    """Write FILE.md and FILE.json; FILE may be given with either ending."""
+    if file.suffix in (".md", ".json"):
+        file = file.with_suffix("")
+    about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    page = f"# Benchmark on {facts['device']}\n\nOne run of `make bench`.\n\n{about}\n\n{text}\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_name(f"{file.name}.md").write_text(page)
+    file.with_name(f"{file.name}.json").write_text(data + "\n")
 
 
 def _facts(device: str) -> dict[str, str]:

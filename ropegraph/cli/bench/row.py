@@ -23,17 +23,36 @@ class Row:
     def verdict(self) -> str:
         if self.target is None:
             return "-"
-        return f"{self.target:g} {'reached' if self.value <= self.target else 'missed'}"
+        return f"<= {self.target:g} {'reached' if self.value <= self.target else 'missed'}"
+
+
+NOTES = {
+    "x": "x is ours / theirs, the median of the ratios of rounds that time both in turn",
+    "us more": "us more is how much longer ours takes",
+    "us": "us is what ours takes",
+    "ms": "ms is what ours takes, in milliseconds",
+}
+
+
+def notes(rows: list[Row]) -> str:
+    """What the figures mean: a line for their units, and one for each unit in use."""
+    used = [text for unit, text in NOTES.items() if any(row.unit == unit for row in rows)]
+    head = "Times are medians, in microseconds (us). In every figure smaller is better:"
+    return "\n".join((head, *(f"- {text}" for text in used)))
+
+
+def _time(us: float) -> str:
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
 
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    head = ["work", "ours us", "others us", "figure", "target"]
+    head = ["work", "ours, us", "theirs, us", "figure", "target"]
     body = [
         [
             row.work,
-            f"{row.ours_us:.1f}",
-            ", ".join(f"{name} {us:.1f}" for name, us in row.others.items()) or "-",
+            _time(row.ours_us),
+            ", ".join(f"{name} {_time(us)}" for name, us in row.others.items()) or "-",
             f"{row.value:.3g} {row.unit}",
             row.verdict,
         ]

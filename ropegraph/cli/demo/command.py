@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
+import ropegraph as rg
 from ropegraph.cli.demo import accuracy, fold_table
 from ropegraph.cli.demo.attention import (
     graph_attention,
     plain_attention,
     slightly_wrong_attention,
 )
+from ropegraph.cli.demo.diagram import flowchart
 from ropegraph.cli.demo.graphs import SETTINGS, RotaryAttention, Setting, Sizes
 from ropegraph.cli.demo.model import Shape
 from ropegraph.cli.demo.screen import Progress, heading, sparkline, table
 from ropegraph.cli.demo.text import Corpus, king_james
-from ropegraph.cli.demo.training import Recipe, Run, gradient_gap, loss_gap, train
+from ropegraph.cli.demo.training import Recipe, Run, gradient_gap, loss_gap, max_or_nan, train
 
 # No width is a power of four: a scale of 1/8, say, costs no rounding and would flatter plain torch.
 FULL = Sizes(b=2, h_q=6, h_kv=2, s=80, d=48, rotated=48)
@@ -39,16 +41,31 @@ THREAD_CHECK_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must hold: what was measured lies within [least, most]."""
+    """Something that must hold: what was measured lies within [least, most].
+
+    digits: how the numbers are printed, an error as 6.1e-07 and a ratio as 0.61.
+    """
 
     what: str
     measured: float
     most: float = float("inf")
     least: float = float("-inf")
+    digits: str = ".1e"
 
     @property
     def holds(self) -> bool:
         return self.least <= self.measured <= self.most  # False for a NaN
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """The claim as a line of the summary."""
+        sign, bound = ("<=", self.most) if self.most < float("inf") else (">=", self.least)
+        digits = ".0e" if self.digits == ".1e" else "g"
+        verdict = "ok" if self.holds else "FAILED"
+        return self.what, f"{self.measured:{self.digits}}", f"{sign} {bound:{digits}}", verdict
+
+
+RATIO = ".2f"
 
 
 def add_to(commands: Any) -> None:
@@ -58,11 +75,12 @@ def add_to(commands: Any) -> None:
         help="graphs, folds, errors against fp64, and a model trained beside plain torch",
         description="The whole chain on real input. Exits with 1 if any of its claims fails.",
     )
-    parser.add_argument("--steps", type=_steps, help="training steps, 10 at least (200)")
+    parser.add_argument(
+        "--steps", type=_steps, metavar="N", help="training steps, 10 at least (200)"
+    )
     parser.add_argument(
         "--threads",
-        type=int,
-        choices=range(1, 65),
+        type=_threads_from,
         metavar="N",
         default=1,
         help="threads of torch (1: repeats to the last bit, and needs no idle core)",
@@ -78,6 +96,13 @@ def _steps(text: str) -> int:
     return int(text)
 
 
+def _threads_from(text: str) -> int:
+    """Read a number of threads."""
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 64")
+    return int(text)
+
+
 def run(options: argparse.Namespace) -> int:
     """Do all of it; 0 if every claim holds."""
     started = time.perf_counter()
@@ -89,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     if options.steps is not None:
         recipe = replace(recipe, steps=options.steps)
 
+    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
+    print(f"ropegraph {rg.__version__}, torch {torch.__version__}, on the CPU with {threads}")
     with _threads(options.threads):
         show_graphs(PARTIAL)
         claims = check_fold_table(PARTIAL)
@@ -112,10 +139,12 @@ def show_graphs(sizes: Sizes) -> None:
     freqs = accuracy.random_inputs(sizes, torch.float32).freqs
     graphs = RotaryAttention(sizes, SETTINGS[1], freqs, torch.float32)
     named = (("forward", graphs.forward), ("backward", graphs.backward))
+    heading('The graphs in Mermaid, as recorded and after fold="q"')
+    print("To see one drawn, paste its block, from `flowchart` on, at https://mermaid.live;")
+    print("graph.to_mermaid() adds shapes, types and colours.")
     for name, graph in named:
-        for stage, when in (("recorded", "as recorded"), ("lowered", 'after fold="q"')):
-            heading(f"The {name} graph {when} (mermaid)")
-            print(graph.to_mermaid(stage=stage))
+        for stage, ir in (("as recorded", graph.lowered.recorded), ("lowered", graph.plan.graph)):
+            print(f"\n{name}, {stage}:\n{flowchart(ir)}")
     for name, graph in named:
         heading(f"What happened to the {name} graph")
         print(graph.explain())
@@ -126,6 +155,10 @@ def check_fold_table(sizes: Sizes) -> list[Claim]:
     heading(f"The fold table as lowered, a = {sizes.attn_scale:.6g}")
     text, gap = fold_table.check(sizes)
     print(text)
+    print(
+        "\nrope_*: output_scale of the rotation. is_log2: softmax_input_is_log2, whether q.k is\n"
+        "taken for a base-2 logarithm. launches: of the forward + of the backward."
+    )
     return [Claim("fold table, forward and backward: error of any scale", gap, accuracy.EXACT)]
 
 
@@ -147,22 +180,33 @@ def check_accuracy() -> list[Claim]:
                 claims.append(Claim(text, share * accuracy.EXACT, accuracy.EXACT))
             else:
                 text = f"{what} rotation, {label}: largest error / allowed"
-                claims.append(Claim(text, share, 1.0))
+                claims.append(Claim(text, share, 1.0, digits=RATIO))
+    print(
+        "\nh_q, h_kv: heads of Q and of K and V; s: sequence; d: head width; r: channels of it "
+        "that turn.\nAn error is the largest of a tensor, relative to its largest element; worst: "
+        "of all five tensors.\nallowed: twice (plain torch's own error + one rounding of the "
+        "result); in f64, 1e-12."
+    )
     return claims
 
 
 def check_training(corpus: Corpus, shape: Shape, recipe: Recipe) -> list[Claim]:
     """Train with each attention from the same seed; print and compare the loss curves."""
     heading(
-        f"Training on {len(corpus.tokens):,} characters: {shape.layers} layers, "
-        f"{shape.q_heads} heads over {shape.kv_heads}, {recipe.steps} steps in f32"
+        f"Training on Genesis and Exodus, King James Version ({len(corpus.tokens):,} characters)"
+    )
+    print(
+        f"A decoder that predicts the next character: {shape.layers} layers, {shape.q_heads} query "
+        f"heads over {shape.kv_heads} of K and V,\n{recipe.steps} steps in f32, from one seed. The "
+        "last two runs test the test: plain torch must agree with\nitself on other threads, and a "
+        "gradient of Q that is wrong by 1 % must show."
     )
     plain = train(corpus, shape, plain_attention(shape), recipe, "plain torch")
     runs = {
         setting: train(corpus, shape, graph_attention(shape, setting), recipe, _label(setting))
         for setting in TRAINED
     }
-    claims = [Claim("plain torch learns: last loss / first", _learned(plain), 0.9)]
+    claims = [Claim("plain torch learns: last loss / first", _learned(plain), 0.9, digits=RATIO)]
     claims += [
         Claim(f"{_label(s)}: loss, every step", loss_gap(run, plain), SAME_LOSS)
         for s, run in runs.items()
@@ -208,6 +252,10 @@ def show_curves(runs: dict[str, Run]) -> None:
     marks = sorted({1, *range(max(1, steps // 10), steps + 1, max(1, steps // 10)), steps})
     rows = [(f"{n}", *(f"{run.losses[n - 1]:.6f}" for run in runs.values())) for n in marks]
     print(table(("step", *runs), rows))
+    plain, *others = runs.values()
+    print(
+        f"\nAll within {max_or_nan([loss_gap(run, plain) for run in others]):.0e} of plain torch."
+    )
     print()
     for label, run in runs.items():
         print(f"{label:<16} {sparkline(run.losses)} {run.losses[-1]:.4f}")
@@ -216,16 +264,7 @@ def show_curves(runs: dict[str, Run]) -> None:
 def summarize(claims: list[Claim], seconds: float) -> int:
     """Print every claim on one screen; the exit status."""
     heading("Summary")
-    rows = [
-        (
-            claim.what,
-            f"{claim.measured:.1e}",
-            f"<= {claim.most:.0e}" if claim.most < float("inf") else f">= {claim.least:.0e}",
-            "ok" if claim.holds else "FAILED",
-        )
-        for claim in claims
-    ]
-    print(table(("claim", "measured", "bound", ""), rows))
+    print(table(("claim", "measured", "bound", ""), [claim.row for claim in claims]))
     failed = sum(not claim.holds for claim in claims)
     verdict = f"{failed} FAILED" if failed else "all hold"
     print(f"\n{len(claims)} claims, {verdict}; {seconds:.0f} s")

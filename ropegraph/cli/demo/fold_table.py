@@ -62,5 +62,5 @@ def check(sizes: Sizes) -> tuple[str, float]:
         row, right = found(graphs), expected(setting, sizes.attn_scale)
         gaps += [abs(x - y) / max(y, 1.0) for x, y in zip(row, right, strict=True)]
         launches = len(graphs.forward.plan.steps), len(graphs.backward.plan.steps)
-        rows.append((setting.name, *(f"{x:.6g}" for x in row), "{}+{}".format(*launches)))
+        rows.append((setting.name, *(f"{x:.6g}" for x in row), "{} + {}".format(*launches)))
     return table(("fold", *COLUMNS, "launches"), rows), max_or_nan(gaps)

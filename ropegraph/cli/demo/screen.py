@@ -92,7 +92,7 @@ class Progress:
         print(f"\r\x1b[2K{text[:WIDTH]}", end="", flush=True)
 
     def close(self, note: str) -> None:
-        """Leave one line behind, with the time that it took."""
+        """Leave one line behind."""
         start = "\r\x1b[2K" if self._is_live else ""
-        print(f"{start}  {self.label:<22} {note}  {self.seconds:5.1f} s", flush=True)
+        print(f"{start}  {self.label:<22} {note}", flush=True)
         self._is_live = False

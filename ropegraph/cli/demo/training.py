@@ -38,7 +38,6 @@ class Run:
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
-    seconds: float
 
 
 def train(
@@ -74,9 +73,8 @@ def train(
             progress.advance(f"loss {losses[-1]:.4f}")
             if progress.seconds > seconds_at_most:
                 break
-        seconds = progress.seconds
         progress.close(f"{len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    return Run(tuple(losses), gradients, seconds)
+    return Run(tuple(losses), gradients)
 
 
 def loss_gap(run: Run, other: Run) -> float:
