@@ -1,0 +1,573 @@
+// Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
+//
+// A warp owns a token: one row of the angle table, all heads or a share of them. Its lanes take the
+// sines and cosines of that row once, a few a lane, and hand them round by shuffles. Then the warp
+// walks over the heads, ROPE_FLIGHT units in flight. A unit is as many heads as fit into 32 lanes
+// where each lane holds V pairs of channels: two loads of 16 bytes in the fast kernel.
+//
+// Specialised at build by macros:
+//   ROPE_IN, ROPE_OUT      element types of what is read and written
+//   ROPE_READ_PAIRS        1: pairs (2i, 2i + 1) are read, 0: (i, i + r/2)
+//   ROPE_WRITE_PAIRS       the same for what is written
+//   ROPE_FULL              1: each written channel has its own column of the table
+//   ROPE_PASS              1: some channels lie outside the rotation
+//   ROPE_JOBS              ONE; JOINED: two jobs of the same angles, a warp does both; APART: two jobs
+//   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
+//   ROPE_INDEX             type of these offsets
+//   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
+//   ROPE_ANGLES            angles a lane takes there: V * lanes a head / 32, rounded up to 2^n
+//   ROPE_FLIGHT, ROPE_WARPS, ROPE_BLOCKS   units in flight; warps a block; blocks an SM at least
+//
+// rope_any takes every base, stride and width. rope_vector takes what the host found to be aligned.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// How elements are moved: a tuning matter, it changes no value.
+#ifndef ROPE_LOAD
+#define ROPE_LOAD(from) (*(from))
+#endif
+#ifndef ROPE_STORE
+#define ROPE_STORE(to, word) (*(to) = (word))
+#endif
+
+namespace {
+
+constexpr int kLanes = 32;
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kColumns = ROPE_FULL ? 2 : 1;
+constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
+
+enum Jobs { ONE, JOINED, APART };
+constexpr bool kJoined = ROPE_JOBS == JOINED;
+
+// One rotation. Strides and offsets count elements and are 64 bits wide: a large outer stride takes
+// an offset past 2^31 in a small tensor.
+struct Job {
+  const ROPE_IN* x;
+  ROPE_OUT* y;
+  const float* angles;
+  const ROPE_INDEX* offsets;           // ragged: [batch + 1], times multiplier
+  long long multiplier;
+  long long x_room, y_room;            // ragged: elements of the buffers
+  long long x_b, x_h, x_s, x_d;
+  long long y_b, y_h, y_s, y_d;
+  long long angle_b, angle_s;          // to the next table, to the next row of a table
+  long long angle_pair, angle_second;  // to the next pair's column; from its first to its second
+  int batch, heads, rows, dim;         // b, h, s, d
+  int tokens;                          // tokens a batch entry; ragged: of the whole buffer
+  int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs)
+  int unit_heads, units;               // heads a unit; units a token
+  int adjoint;                         // 1: sines come from the partner's column
+  float sign;                          // of the sines: the direction
+  float factor, scale;                 // of the rotated channels; of the others
+};
+
+// grid.x: tiles of tokens times parts; a part is a warp's share of the heads of a token.
+// grid.y and grid.z together: batch entries, 1 if ragged.
+struct Params {
+  Job job[2];
+  unsigned* flag;
+  int parts;        // of both jobs together
+  int first_parts;  // of job 0; all of them unless the jobs are apart
+  int part_units;   // units that one warp takes
+  int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
+};
+
+// ---- elements -----------------------------------------------------------------------------------
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What moves in one instruction, by size.
+template <int Bytes>
+struct Word;
+template <>
+struct Word<2> { using Type = unsigned short; };
+template <>
+struct Word<4> { using Type = unsigned; };
+template <>
+struct Word<8> { using Type = uint2; };
+template <>
+struct Word<16> { using Type = uint4; };
+
+__device__ inline unsigned join(unsigned short low, unsigned short high) {
+  return low | static_cast<unsigned>(high) << 16;
+}
+
+// V elements in registers. They stay packed in 32 bits until they are used: as separate halves
+// they would take twice the registers.
+template <typename T, int V>
+struct Vec {
+  static constexpr int kBytes = V * int(sizeof(T));
+  static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;
+  static constexpr int kWords = kBytes / kWordBytes;
+  using W = typename Word<kWordBytes>::Type;
+  union {
+    W word[kWords];
+    unsigned bits[kBytes < 4 ? 1 : kBytes / 4];
+  };
+
+  __device__ void load(const T* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) word[i] = ROPE_LOAD(reinterpret_cast<const W*>(from) + i);
+  }
+
+  __device__ void store(T* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) ROPE_STORE(reinterpret_cast<W*>(to) + i, word[i]);
+  }
+
+  __device__ float get(int i) const {
+    if constexpr (kIsSame<T, float>) {
+      return __uint_as_float(bits[i]);
+    } else if constexpr (kIsSame<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? bits[i / 2] & 0xffff0000u : bits[i / 2] << 16);
+    } else {
+      const unsigned short half = i % 2 ? bits[i / 2] >> 16 : bits[i / 2] & 0xffffu;
+      return __half2float(__ushort_as_half(half));
+    }
+  }
+
+  // Elements i and i + 1 (i alone where V is 1): one instruction rounds two of them.
+  __device__ void set(int i, float x, float y) {
+    if constexpr (kIsSame<T, float>) {
+      bits[i] = __float_as_uint(x);
+      if constexpr (V > 1) bits[i + 1] = __float_as_uint(y);
+    } else if constexpr (kIsSame<T, __nv_bfloat16>) {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+      bits[i / 2] = join(__bfloat16_as_ushort(both.x), __bfloat16_as_ushort(both.y));
+    } else {
+      const __half2 both = __floats2half2_rn(x, y);
+      bits[i / 2] = join(__half_as_ushort(both.x), __half_as_ushort(both.y));
+    }
+  }
+};
+
+// ---- which token --------------------------------------------------------------------------------
+
+enum class Fate { kSkip, kTurn, kFill };
+
+// A token of one job: its table row (b, s), and where its channels start.
+struct Token {
+  Fate fate;
+  int b, s;
+  long long x, y;
+  float value;  // that fills it
+};
+
+#if ROPE_RAGGED
+
+// Bits of Params::flag.
+constexpr unsigned kBadOrder = 1;  // an offset is negative, or less than the one before
+constexpr unsigned kBadReach = 2;  // a sequence ends past its buffer
+
+// Elements from the first to the last one of a token, inclusive.
+__device__ inline long long x_extent(const Job& job) {
+  return (job.heads - 1) * job.x_h + (job.dim - 1) * job.x_d + 1;
+}
+__device__ inline long long y_extent(const Job& job) {
+  return (job.heads - 1) * job.y_h + (job.dim - 1) * job.y_d + 1;
+}
+
+struct Sequence {
+  long long start, stop;
+  long long rows;   // that are rotated
+  unsigned fault;
+};
+
+// Sequence i. With a fault, start and stop say nothing.
+__device__ inline Sequence sequence_of(const Job& job, int i) {
+  Sequence own{};
+  const long long before = i > 0 ? job.offsets[i - 1] : 0;
+  const long long start = job.offsets[i], stop = job.offsets[i + 1];
+  if (before < 0 || start < before || stop < start) {
+    own.fault = kBadOrder;
+    return own;
+  }
+  // Before the product, which could overflow.
+  if (stop > max(job.x_room, job.y_room) / job.multiplier) {
+    own.fault = kBadReach;
+    return own;
+  }
+  own.start = start * job.multiplier;
+  own.stop = stop * job.multiplier;
+  own.rows = min((own.stop - own.start) / job.x_s, static_cast<long long>(job.rows));
+  const long long last = own.start + (own.rows - 1) * job.x_s;
+  if (own.rows > 0 &&
+      (last + x_extent(job) > job.x_room || last + y_extent(job) > job.y_room)) {
+    own.fault = kBadReach;
+  }
+  return own;
+}
+
+// Raise the flag for sequences that warp `nth` of `count` looks at.
+__device__ inline void check_offsets(const Params& p, const Job& job, long long nth,
+                                     long long count, int lane) {
+  for (long long i = nth * kLanes + lane; i < job.batch; i += count * kLanes) {
+    const unsigned fault = sequence_of(job, static_cast<int>(i)).fault;
+    if (fault) atomicOr(p.flag, fault);
+  }
+}
+
+// The token whose channels start in elements [k x_s, (k + 1) x_s) of the buffers. Both buffers have
+// the same offsets and stride along s. Memory of no sequence becomes zero; what a wrong offset
+// touches becomes NaN.
+__device__ inline Token token_of(const Job& job, int, int k) {
+  Token token{};
+  const long long low = k * job.x_s, high = low + job.x_s;
+  int i = 0;
+  for (int end = job.batch; i < end;) {  // the first sequence that stops after `low`
+    const int middle = i + (end - i) / 2;
+    const long long stop = job.offsets[middle + 1];
+    if (stop > 0 && stop > low / job.multiplier) end = middle;
+    else i = middle + 1;
+  }
+  token.x = token.y = low;
+  const bool is_inside = low + y_extent(job) <= job.y_room;
+  if (i < job.batch) {
+    const Sequence own = sequence_of(job, i);
+    if (own.fault) {
+      token.fate = is_inside ? Fate::kFill : Fate::kSkip;
+      token.value = nanf("");
+      return token;
+    }
+    if (own.start < high) {
+      const long long s = own.start < low ? (low - own.start + job.x_s - 1) / job.x_s : 0;
+      token.b = i;
+      token.s = static_cast<int>(min(s, own.rows));
+      token.x = token.y = own.start + s * job.x_s;
+      if (token.x >= high || token.x >= own.stop) return token;
+      if (s < own.rows) {
+        token.fate = Fate::kTurn;
+      } else if (token.y + y_extent(job) <= min(own.stop, job.y_room)) {
+        token.fate = Fate::kFill;
+      }
+      return token;
+    }
+  }
+  token.fate = is_inside ? Fate::kFill : Fate::kSkip;
+  return token;
+}
+
+#else
+
+__device__ inline Token token_of(const Job& job, int b, int s) {
+  return {Fate::kTurn, b, s, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s, 0.0f};
+}
+
+#endif
+
+// ---- angles -------------------------------------------------------------------------------------
+
+// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both read
+// and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch neighbouring
+// memory; else it holds the V pairs from vec * V on.
+template <int V>
+__device__ inline int pair_of(const Job& job, int vec, int k) {
+  if constexpr (V > 1 && ROPE_READ_PAIRS && ROPE_WRITE_PAIRS) {
+    constexpr int half = V / 2;
+    return vec * half + (k < half ? k : job.pairs / 2 + k - half);
+  } else {
+    return vec * V + k;
+  }
+}
+
+// Cosines and sines that a lane applies to its V pairs:
+//   y1 = x1 cos[0] - x2 sin[0],  y2 = x2 cos[last] + x1 sin[last].
+template <int V>
+struct Turn {
+  float cos[kColumns][V], sin[kColumns][V];
+};
+
+// What the lanes of a warp hold together: the angles of up to 32 vectors of one table row. Lane l
+// holds in slot a the angle of pair a * J + l % J of vector l / J, with J = V / A angles of a vector
+// a slot: so a reader knows the slot at compile time and asks one lane for it.
+template <int V, int A>
+struct Held {
+  static constexpr int J = V / A;
+  float angle[A][kColumns];
+
+  __device__ void fetch(const Job& job, const float* row, int first, int lane) {
+    const int vec = first + lane / J;
+#pragma unroll
+    for (int a = 0; a < A; ++a) {
+      const int pair = pair_of<V>(job, vec, a * J + lane % J);
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        angle[a][column] = vec < job.pairs / V
+            ? row[pair * job.angle_pair + column * job.angle_second] : 0.0f;
+      }
+    }
+  }
+
+  // The share of a lane that has the i-th of these vectors. All lanes must come here.
+  __device__ Turn<V> spread(const Job& job, int i) const {
+    Turn<V> turn;
+#pragma unroll
+    for (int a = 0; a < A; ++a) {
+      float cos[kColumns], sin[kColumns];
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        sincosf(angle[a][column], &sin[column], &cos[column]);
+        sin[column] *= job.sign;
+      }
+      if constexpr (kColumns == 2) {
+        const float sine = sin[0];
+        sin[0] = job.adjoint ? sin[1] : sine;
+        sin[1] = job.adjoint ? sine : sin[1];
+      }
+#pragma unroll
+      for (int k = 0; k < J; ++k) {
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          turn.cos[column][a * J + k] = __shfl_sync(kAll, cos[column], i * J + k);
+          turn.sin[column][a * J + k] = __shfl_sync(kAll, sin[column], i * J + k);
+        }
+      }
+    }
+    return turn;
+  }
+};
+
+// ---- the heads of a token -----------------------------------------------------------------------
+
+template <int V>
+__device__ inline void rotate(const Turn<V>& turn, float factor, const Vec<ROPE_IN, V>& a,
+                              const Vec<ROPE_IN, V>& c, Vec<ROPE_OUT, V>& to_a,
+                              Vec<ROPE_OUT, V>& to_c) {
+  const auto in = [&](int i) { return i < V ? a.get(i) : c.get(i - V); };
+  float y1[V], y2[V];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const float x1 = in(ROPE_READ_PAIRS ? 2 * k : k), x2 = in(ROPE_READ_PAIRS ? 2 * k + 1 : V + k);
+    y1[k] = factor * (x1 * turn.cos[0][k] - x2 * turn.sin[0][k]);
+    y2[k] = factor * (x2 * turn.cos[kColumns - 1][k] + x1 * turn.sin[kColumns - 1][k]);
+  }
+#pragma unroll
+  for (int k = 0; k < V; k += 2) {
+    if constexpr (ROPE_WRITE_PAIRS && V > 1) {
+      to_a.set(k, y1[k / 2], y2[k / 2]);
+      to_c.set(k, y1[(V + k) / 2], y2[(V + k) / 2]);
+    } else {
+      to_a.set(k, y1[k], y1[(k + 1) % V]);
+      to_c.set(k, y2[k], y2[(k + 1) % V]);
+    }
+  }
+}
+
+// Where a lane's two vectors start, in channels after the first rotated one.
+template <int V>
+__device__ inline void channels(const Job& job, int vec, bool pairs, int& first, int& second) {
+  const bool adjacent = pairs && (kMixed || V == 1);
+  first = vec * V * (adjacent ? 2 : 1);
+  second = first + (adjacent ? V : job.pairs);
+}
+
+// What a lane touches of one job: its first vector of head 0, and how far off its second one is.
+template <int V>
+struct Lane {
+  const ROPE_IN* x;
+  ROPE_OUT* y;
+  long long x_next, y_next;
+
+  __device__ Lane(const Job& job, const Token& token, int vec) {
+    int x1, x2, y1, y2;
+    channels<V>(job, vec, ROPE_READ_PAIRS, x1, x2);
+    channels<V>(job, vec, ROPE_WRITE_PAIRS, y1, y2);
+    const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
+    x = job.x + token.x + (job.begin + x1) * x_d;
+    y = job.y + token.y + (job.begin + y1) * y_d;
+    x_next = (x2 - x1) * x_d;
+    y_next = (y2 - y1) * y_d;
+  }
+};
+
+// Rotate units [low, high) of a token of `job` and, if joined, of the same token of `other`, whose
+// units are counted on from the last of `job`. All lanes must come here.
+template <int V, int A>
+__device__ inline void turn_heads(const Job& job, const Token& token, const Job& other,
+                                  const Token& other_token, int low, int high, int unit_heads,
+                                  int lane) {
+  const float* row = job.angles + token.b * job.angle_b + token.s * job.angle_s;
+  const int vecs = job.pairs / V;
+  // rope_vector is for up to 32 vectors: one round.
+  for (int block = 0; block < (V == 1 ? vecs : 1); block += kLanes) {
+    const int width = min(kLanes, vecs - block);
+    const int slot = lane / width, i = lane % width;
+    Held<V, A> held;
+    held.fetch(job, row, block, lane);
+    const Lane<V> mine(job, token, block + i), others(other, other_token, block + i);
+
+    struct Place {
+      bool is_other, is_there;
+      int head;
+    };
+    const auto place = [&](int unit) {
+      Place found;
+      found.is_other = kJoined && unit >= job.units;
+      found.head = (unit - (found.is_other ? job.units : 0)) * unit_heads + slot;
+      found.is_there = unit < high && slot < unit_heads &&
+                       found.head < (found.is_other ? other.heads : job.heads);
+      return found;
+    };
+    Vec<ROPE_IN, V> a[ROPE_FLIGHT], c[ROPE_FLIGHT];
+    const auto load = [&](int f, int unit) {
+      const Place at = place(unit);
+      if (at.is_there) {
+        const ROPE_IN* x = at.is_other ? others.x + at.head * other.x_h : mine.x + at.head * job.x_h;
+        a[f].load(x);
+        c[f].load(x + (at.is_other ? others.x_next : mine.x_next));
+      }
+    };
+#pragma unroll
+    for (int f = 0; f < ROPE_FLIGHT; ++f) load(f, low + f);
+    // The first loads are on their way: the time until they arrive pays for the sines.
+    const Turn<V> turn = held.spread(job, i);
+    for (int unit = low; unit < high; unit += ROPE_FLIGHT) {
+      // In place, what one lane writes may be what another has yet to read.
+      if constexpr (kMixed) __syncwarp();
+#pragma unroll
+      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+        const Place at = place(unit + f);
+        if (at.is_there) {
+          ROPE_OUT* y = at.is_other ? others.y + at.head * other.y_h : mine.y + at.head * job.y_h;
+          Vec<ROPE_OUT, V> to_a, to_c;
+          rotate<V>(turn, at.is_other ? other.factor : job.factor, a[f], c[f], to_a, to_c);
+          to_a.store(y);
+          to_c.store(y + (at.is_other ? others.y_next : mine.y_next));
+        }
+        load(f, unit + f + ROPE_FLIGHT);
+      }
+    }
+  }
+}
+
+// Channels outside the rotation: a copy of the bits, or one product. Never a product with 0 or 1,
+// which would turn Inf and NaN into other NaN.
+template <int V>
+__device__ inline void pass_heads(const Job& job, const Token& token, int from, int to, int lane) {
+  constexpr bool is_same = kIsSame<ROPE_IN, ROPE_OUT>;
+  const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
+  const bool is_copy = job.scale == 1.0f;
+  const int before = job.begin / V, vecs = (job.dim - 2 * job.pairs) / V;
+  for (int block = 0; block < vecs; block += kLanes) {
+    const int width = min(kLanes, vecs - block);
+    const int unit_heads = kLanes / width, slot = lane / width, vec = block + lane % width;
+    const int end = slot < unit_heads ? to : 0;
+    const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
+    const long long x_step = unit_heads * job.x_h, y_step = unit_heads * job.y_h;
+    const ROPE_IN* x = job.x + token.x + (from + slot) * job.x_h + channel * x_d;
+    ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + channel * y_d;
+    if (is_same && is_copy && static_cast<const void*>(x) == static_cast<const void*>(y)) continue;
+
+    for (int head = from + slot; head < end; head += ROPE_FLIGHT * unit_heads) {
+      Vec<ROPE_IN, V> a[ROPE_FLIGHT];
+#pragma unroll
+      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+        if (head + f * unit_heads < end) a[f].load(x + f * x_step);
+      }
+#pragma unroll
+      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+        if (head + f * unit_heads >= end) continue;
+        Vec<ROPE_OUT, V> to_a;
+        if constexpr (is_same) to_a = a[f];
+        if (!is_same || !is_copy) {
+#pragma unroll
+          for (int k = 0; k < V; k += 2) {
+            to_a.set(k, a[f].get(k) * job.scale, a[f].get((k + 1) % V) * job.scale);
+          }
+        }
+        to_a.store(y + f * y_step);
+      }
+      x += ROPE_FLIGHT * x_step;
+      y += ROPE_FLIGHT * y_step;
+    }
+  }
+}
+
+// Every channel of heads [from, to) becomes token.value.
+template <int V>
+__device__ inline void fill_heads(const Job& job, const Token& token, int from, int to, int lane) {
+  const long long y_d = V == 1 ? job.y_d : 1;
+  Vec<ROPE_OUT, V> all;
+#pragma unroll
+  for (int k = 0; k < V; k += 2) all.set(k, token.value, token.value);
+  for (int head = from; head < to; ++head) {
+    for (int vec = lane; vec < job.dim / V; vec += kLanes) {
+      all.store(job.y + token.y + head * job.y_h + vec * V * y_d);
+    }
+  }
+}
+
+// ---- the grid -----------------------------------------------------------------------------------
+
+// Units [low, high) of `unit_heads` heads, at a token of `job`.
+template <int V, int A>
+__device__ inline void do_units(const Params& p, const Job& job, const Token& token, int low,
+                                int high, int unit_heads, int lane) {
+  const int from = low * unit_heads, to = min(high * unit_heads, job.heads);
+  if (token.fate == Fate::kFill) {
+    fill_heads<V>(job, token, from, to, lane);
+  } else if (token.fate == Fate::kTurn) {
+    const Job& other = p.job[kJoined];
+    const Token other_token = kJoined ? token_of(other, token.b, token.s) : token;
+    turn_heads<V, A>(job, token, other, other_token, low, high, unit_heads, lane);
+    if constexpr (ROPE_PASS) {
+      pass_heads<V>(job, token, from, to, lane);
+      if constexpr (kJoined) {
+        pass_heads<V>(other, other_token, max(low - job.units, 0) * unit_heads,
+                      min((high - job.units) * unit_heads, other.heads), lane);
+      }
+    }
+  }
+}
+
+template <int V, int A>
+__device__ inline void walk(const Params& p) {
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int part = blockIdx.x % p.parts, tile = blockIdx.x / p.parts;
+  const bool is_second = ROPE_JOBS == APART && part >= p.first_parts;
+  const Job& job = p.job[is_second];
+  const int s = (tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1));
+  const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
+                (warp >> p.warps_s);
+#if ROPE_RAGGED
+  if (b > 0) return;
+  if (part == 0 || part == p.first_parts) {
+    check_offsets(p, job, s, static_cast<long long>(gridDim.x / p.parts) << p.warps_s, lane);
+  }
+#else
+  if (b >= job.batch) return;
+#endif
+  if (s >= job.tokens) return;
+
+  const int low = (part - (is_second ? p.first_parts : 0)) * p.part_units;
+  const int high = min(low + p.part_units, job.units + (kJoined ? p.job[1].units : 0));
+  const Token token = token_of(job, b, s);
+  if constexpr (ROPE_RAGGED && V > 1) {
+    // The host cannot know where a sequence starts.
+    if ((token.x * sizeof(ROPE_IN) | token.y * sizeof(ROPE_OUT)) % 16 != 0) {
+      const int to = min(high * job.unit_heads, job.heads);
+      do_units<1, 1>(p, job, token, low * job.unit_heads, to, 1, lane);
+      return;
+    }
+  }
+  do_units<V, A>(p, job, token, low, high, job.unit_heads, lane);
+}
+
+}  // namespace
+
+#if ROPE_VEC > 1
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_BLOCKS)
+    rope_vector(const __grid_constant__ Params p) {
+  walk<ROPE_VEC, ROPE_ANGLES>(p);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_BLOCKS)
+    rope_any(const __grid_constant__ Params p) {
+  walk<1, 1>(p);
+}
