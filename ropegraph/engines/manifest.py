@@ -9,6 +9,7 @@ from ropegraph.errors import GraphError
 from ropegraph.lowering.engine import Engine
 
 ENGINES: dict[str, str] = {
+    "cuda.rope": "ropegraph.engines.cuda_rope.engine:CudaRope",
     "torch": "ropegraph.engines.torch_executor.engine:TorchExecutor",
     "reference": "ropegraph.engines.reference.engine:Reference",
 }

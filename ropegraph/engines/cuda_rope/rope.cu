@@ -549,7 +549,8 @@ __device__ inline void walk(const Params& p) {
   const Token token = token_of(job, b, s);
   if constexpr (ROPE_RAGGED && V > 1) {
     // The host cannot know where a sequence starts.
-    if ((token.x * sizeof(ROPE_IN) | token.y * sizeof(ROPE_OUT)) % 16 != 0) {
+    if (token.x * sizeof(ROPE_IN) % Vec<ROPE_IN, V>::kWordBytes ||
+        token.y * sizeof(ROPE_OUT) % Vec<ROPE_OUT, V>::kWordBytes) {
       const int to = min(high * job.unit_heads, job.heads);
       do_units<1, 1>(p, job, token, low * job.unit_heads, to, 1, lane);
       return;
