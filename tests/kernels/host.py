@@ -24,10 +24,11 @@ from ropegraph.engines.cuda_rope.params import Params
 from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
 from ropegraph.lowering.engine import Step
+from tests.kernels.cases import Case
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
+    "-std=c++17", "-O0", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
 )  # fmt: skip
 
@@ -100,15 +101,6 @@ def variant_for(step: Step) -> Variant:
     jobs = active_jobs(step)
     vec = widest_vector(jobs)
     return variant_of(jobs, vec, shape_of(jobs, vec).angles)
-
-
-@dataclass
-class Case:
-    """A step with its tensors; run() gives them the results.  flag: of a ragged launch."""
-
-    step: Step
-    env: list[Tensor]
-    flag: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
 
 
 def run(cases: Sequence[Case], where: Path) -> list[int]:

@@ -226,29 +226,26 @@ __device__ inline Token token_of(const Job& job, int, int k) {
     else i = middle + 1;
   }
   token.x = token.y = low;
-  const bool is_inside = low + y_extent(job) <= job.y_room;
-  if (i < job.batch) {
+  token.fate = low + y_extent(job) <= job.y_room ? Fate::kFill : Fate::kSkip;
+  for (; i < job.batch; ++i) {
     const Sequence own = sequence_of(job, i);
     if (own.fault) {
-      token.fate = is_inside ? Fate::kFill : Fate::kSkip;
       token.value = nanf("");
       return token;
     }
-    if (own.start < high) {
-      const long long s = own.start < low ? (low - own.start + job.x_s - 1) / job.x_s : 0;
-      token.b = i;
-      token.s = static_cast<int>(min(s, own.rows));
-      token.x = token.y = own.start + s * job.x_s;
-      if (token.x >= high || token.x >= own.stop) return token;
-      if (s < own.rows) {
-        token.fate = Fate::kTurn;
-      } else if (token.y + y_extent(job) <= min(own.stop, job.y_room)) {
-        token.fate = Fate::kFill;
-      }
-      return token;
-    }
+    if (own.start >= high) return token;
+    // The slot is not free; is it here that one of the sequence's tokens starts?
+    token.fate = Fate::kSkip;
+    const long long s = own.start < low ? (low - own.start + job.x_s - 1) / job.x_s : 0;
+    const long long start = own.start + s * job.x_s;
+    if (start >= min(high, own.stop)) continue;
+    token.b = i;
+    token.s = static_cast<int>(min(s, own.rows));
+    token.x = token.y = start;
+    if (s < own.rows) token.fate = Fate::kTurn;
+    else if (start + y_extent(job) <= min(own.stop, job.y_room)) token.fate = Fate::kFill;
+    return token;
   }
-  token.fate = is_inside ? Fate::kFill : Fate::kSkip;
   return token;
 }
 
