@@ -44,6 +44,9 @@ inline unsigned __float_as_uint(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(x) * y >> 64);
+}
 inline unsigned atomicOr(unsigned* word, unsigned bits) {
   const unsigned old = *word;
   *word |= bits;

@@ -43,7 +43,7 @@ class _Block(threading.local):
 
 
 class _Kernel:
-    """One kernel for given jobs.  pointers: word of the block, slot, address bits that must be 0."""
+    """A kernel for given jobs.  pointers: word of the block, slot, address bits that must be 0."""
 
     def __init__(self, function: int, jobs: Sequence[Job], vec: int) -> None:
         shape = shape_of(jobs, vec)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropegraph.engines.cuda_rope.job import Job
-from ropegraph.engines.cuda_rope.shape import Shape, alignment
+from ropegraph.engines.cuda_rope.shape import Cut, Shape, Split, alignment
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -19,8 +19,10 @@ _JOB: list[tuple[str, type]] = [
     ("y_b", _I64), ("y_h", _I64), ("y_s", _I64), ("y_d", _I64),
     ("angle_b", _I64), ("angle_s", _I64), ("angle_pair", _I64), ("angle_second", _I64),
     ("batch", _I32), ("heads", _I32), ("rows", _I32), ("dim", _I32),
-    ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("unit_heads", _I32), ("units", _I32),
-    ("adjoint", _I32), ("sign", _F32), ("factor", _F32), ("scale", _F32), ("unused", _I32),
+    ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("part_heads", _I32),
+    ("turn_lanes", _I32), ("turn_heads", _I32), ("turn_magic", _I32),
+    ("pass_lanes", _I32), ("pass_heads", _I32), ("pass_magic", _I32),
+    ("adjoint", _I32), ("sign", _F32), ("factor", _F32), ("scale", _F32),
 ]  # fmt: skip
 
 
@@ -37,10 +39,11 @@ class Params(ctypes.Structure):
         ("first", JobParams),
         ("second", JobParams),
         ("flag", _POINTER),
+        ("parts_magic", ctypes.c_uint64),
         ("parts", _I32),
         ("first_parts", _I32),
-        ("part_units", _I32),
         ("warps_s", _I32),
+        ("unused", _I32),
     ]
 
 
@@ -84,14 +87,15 @@ def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
 def packed(jobs: Sequence[Job], shape: Shape, warps_s: int) -> bytes:
     """The block, with every address 0."""
     params = Params()
-    for nth, (job, target) in enumerate(zip(jobs, (params.first, params.second), strict=False)):
-        _pack(target, job, shape.unit_heads[nth], shape.units[nth])
-    params.parts, params.first_parts = shape.parts, shape.first_parts
-    params.part_units, params.warps_s = shape.part_units, warps_s
+    for job, cut, target in zip(jobs, shape.cuts, (params.first, params.second), strict=False):
+        _pack(target, job, cut)
+    params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
+    params.parts_magic = 0 if shape.parts == 1 else -(-(2**64) // shape.parts)
+    params.warps_s = warps_s
     return bytes(params)
 
 
-def _pack(to: JobParams, job: Job, unit_heads: int, units: int) -> None:
+def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
     to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
     to.angle_b, to.angle_s = job.angles.batch, job.angles.row
@@ -100,6 +104,12 @@ def _pack(to: JobParams, job: Job, unit_heads: int, units: int) -> None:
     to.batch, to.heads, to.rows, to.dim = job.dim
     to.tokens = job.dim[2]
     to.begin, to.pairs = job.begin, job.pairs
-    to.unit_heads, to.units = unit_heads, units
+    to.part_heads = cut.part_heads
+    to.turn_lanes, to.turn_heads, to.turn_magic = _numbers(cut.turn)
+    to.pass_lanes, to.pass_heads, to.pass_magic = _numbers(cut.others)
     to.adjoint, to.sign = int(job.is_adjoint), job.sign
     to.factor, to.scale = job.factor, job.scale
+
+
+def _numbers(split: Split) -> tuple[int, int, int]:
+    return split.lanes, split.heads, split.magic

@@ -1,9 +1,9 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
 //
-// A warp owns a token: one row of the angle table, all heads or a share of them. Its lanes take the
-// sines and cosines of that row once, a few a lane, and hand them round by shuffles. Then the warp
-// walks over the heads, ROPE_FLIGHT units in flight. A unit is as many heads as fit into 32 lanes
-// where each lane holds V pairs of channels: two loads of 16 bytes in the fast kernel.
+// A warp owns a share of the heads of one token, which is one row of the angle table. Its lanes
+// take the sines and cosines of that row once, a few a lane, and hand them round by shuffles. Then
+// the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is as many heads as fit into
+// 32 lanes where each lane holds V pairs of channels: two loads of 16 bytes in the fast kernel.
 //
 // Specialised at build by macros:
 //   ROPE_IN, ROPE_OUT      element types of what is read and written
@@ -11,7 +11,6 @@
 //   ROPE_WRITE_PAIRS       the same for what is written
 //   ROPE_FULL              1: each written channel has its own column of the table
 //   ROPE_PASS              1: some channels lie outside the rotation
-//   ROPE_JOBS              ONE; JOINED: two jobs of the same angles, a warp does both; APART: two jobs
 //   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
 //   ROPE_INDEX             type of these offsets
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
@@ -38,8 +37,12 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = ROPE_FULL ? 2 : 1;
 constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
 
-enum Jobs { ONE, JOINED, APART };
-constexpr bool kJoined = ROPE_JOBS == JOINED;
+
+// How the lanes of a warp are dealt out: `lanes` of them to a head, `heads` heads at a time.
+struct Split {
+  int lanes, heads;
+  int magic;  // 1024 / lanes, rounded up
+};
 
 // One rotation. Strides and offsets count elements and are 64 bits wide: a large outer stride takes
 // an offset past 2^31 in a small tensor.
@@ -57,7 +60,8 @@ struct Job {
   int batch, heads, rows, dim;         // b, h, s, d
   int tokens;                          // tokens a batch entry; ragged: of the whole buffer
   int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs)
-  int unit_heads, units;               // heads a unit; units a token
+  int part_heads;                      // heads that one warp takes
+  Split turn, pass;                    // for the rotated channels, for the others
   int adjoint;                         // 1: sines come from the partner's column
   float sign;                          // of the sines: the direction
   float factor, scale;                 // of the rotated channels; of the others
@@ -68,11 +72,20 @@ struct Job {
 struct Params {
   Job job[2];
   unsigned* flag;
+  unsigned long long parts_magic;  // 2^64 / parts, rounded up; 0 if parts is 1
   int parts;        // of both jobs together
-  int first_parts;  // of job 0; all of them unless the jobs are apart
-  int part_units;   // units that one warp takes
+  int first_parts;  // of job 0
   int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
+  int unused;
 };
+
+// x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
+__device__ inline unsigned quotient(unsigned x, unsigned long long magic) {
+  return magic ? static_cast<unsigned>(__umul64hi(x, magic)) : x;
+}
+
+// Which of the heads that are done at a time is a lane's.
+__device__ inline int slot_of(const Split& split, int lane) { return lane * split.magic >> 10; }
 
 // ---- elements -----------------------------------------------------------------------------------
 
@@ -363,80 +376,55 @@ __device__ inline void channels(const Job& job, int vec, bool pairs, int& first,
   second = first + (adjacent ? V : job.pairs);
 }
 
-// What a lane touches of one job: its first vector of head 0, and how far off its second one is.
-template <int V>
-struct Lane {
-  const ROPE_IN* x;
-  ROPE_OUT* y;
-  long long x_next, y_next;
-
-  __device__ Lane(const Job& job, const Token& token, int vec) {
-    int x1, x2, y1, y2;
-    channels<V>(job, vec, ROPE_READ_PAIRS, x1, x2);
-    channels<V>(job, vec, ROPE_WRITE_PAIRS, y1, y2);
-    const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
-    x = job.x + token.x + (job.begin + x1) * x_d;
-    y = job.y + token.y + (job.begin + y1) * y_d;
-    x_next = (x2 - x1) * x_d;
-    y_next = (y2 - y1) * y_d;
-  }
-};
-
-// Rotate units [low, high) of a token of `job` and, if joined, of the same token of `other`, whose
-// units are counted on from the last of `job`. All lanes must come here.
+// Rotate heads [from, to) of a token. All lanes must come here.
 template <int V, int A>
-__device__ inline void turn_heads(const Job& job, const Token& token, const Job& other,
-                                  const Token& other_token, int low, int high, int unit_heads,
-                                  int lane) {
+__device__ inline void turn_heads(const Job& job, const Token& token, const Split& split, int from,
+                                  int to, int lane) {
   const float* row = job.angles + token.b * job.angle_b + token.s * job.angle_s;
-  const int vecs = job.pairs / V;
+  const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
+  const int vecs = job.pairs / V, slot = slot_of(split, lane), i = lane - slot * split.lanes;
   // rope_vector is for up to 32 vectors: one round.
   for (int block = 0; block < (V == 1 ? vecs : 1); block += kLanes) {
-    const int width = min(kLanes, vecs - block);
-    const int slot = lane / width, i = lane % width;
     Held<V, A> held;
     held.fetch(job, row, block, lane);
-    const Lane<V> mine(job, token, block + i), others(other, other_token, block + i);
 
-    struct Place {
-      bool is_other, is_there;
-      int head;
-    };
-    const auto place = [&](int unit) {
-      Place found;
-      found.is_other = kJoined && unit >= job.units;
-      found.head = (unit - (found.is_other ? job.units : 0)) * unit_heads + slot;
-      found.is_there = unit < high && slot < unit_heads &&
-                       found.head < (found.is_other ? other.heads : job.heads);
-      return found;
-    };
+    int x1, x2, y1, y2;
+    channels<V>(job, block + i, ROPE_READ_PAIRS, x1, x2);
+    channels<V>(job, block + i, ROPE_WRITE_PAIRS, y1, y2);
+    const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
+    const long long x_next = (x2 - x1) * x_d, y_next = (y2 - y1) * y_d;
+    const ROPE_IN* x = job.x + token.x + (from + slot) * job.x_h + (job.begin + x1) * x_d;
+    ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + (job.begin + y1) * y_d;
+    const int end = slot < split.heads && block + i < vecs ? to : 0;
+
     Vec<ROPE_IN, V> a[ROPE_FLIGHT], c[ROPE_FLIGHT];
-    const auto load = [&](int f, int unit) {
-      const Place at = place(unit);
-      if (at.is_there) {
-        const ROPE_IN* x = at.is_other ? others.x + at.head * other.x_h : mine.x + at.head * job.x_h;
+    int wanted = from + slot, head = wanted;
+    const auto load = [&](int f) {
+      if (wanted < end) {
         a[f].load(x);
-        c[f].load(x + (at.is_other ? others.x_next : mine.x_next));
+        c[f].load(x + x_next);
       }
+      wanted += split.heads;
+      x += x_step;
     };
 #pragma unroll
-    for (int f = 0; f < ROPE_FLIGHT; ++f) load(f, low + f);
+    for (int f = 0; f < ROPE_FLIGHT; ++f) load(f);
     // The first loads are on their way: the time until they arrive pays for the sines.
     const Turn<V> turn = held.spread(job, i);
-    for (int unit = low; unit < high; unit += ROPE_FLIGHT) {
+    for (int unit = from; unit < to; unit += ROPE_FLIGHT * split.heads) {
       // In place, what one lane writes may be what another has yet to read.
       if constexpr (kMixed) __syncwarp();
 #pragma unroll
       for (int f = 0; f < ROPE_FLIGHT; ++f) {
-        const Place at = place(unit + f);
-        if (at.is_there) {
-          ROPE_OUT* y = at.is_other ? others.y + at.head * other.y_h : mine.y + at.head * job.y_h;
+        if (head < end) {
           Vec<ROPE_OUT, V> to_a, to_c;
-          rotate<V>(turn, at.is_other ? other.factor : job.factor, a[f], c[f], to_a, to_c);
+          rotate<V>(turn, job.factor, a[f], c[f], to_a, to_c);
           to_a.store(y);
-          to_c.store(y + (at.is_other ? others.y_next : mine.y_next));
+          to_c.store(y + y_next);
         }
-        load(f, unit + f + ROPE_FLIGHT);
+        head += split.heads;
+        y += y_step;
+        load(f);
       }
     }
   }
@@ -445,30 +433,30 @@ __device__ inline void turn_heads(const Job& job, const Token& token, const Job&
 // Channels outside the rotation: a copy of the bits, or one product. Never a product with 0 or 1,
 // which would turn Inf and NaN into other NaN.
 template <int V>
-__device__ inline void pass_heads(const Job& job, const Token& token, int from, int to, int lane) {
+__device__ inline void pass_heads(const Job& job, const Token& token, const Split& split, int from,
+                                  int to, int lane) {
   constexpr bool is_same = kIsSame<ROPE_IN, ROPE_OUT>;
   const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
   const bool is_copy = job.scale == 1.0f;
   const int before = job.begin / V, vecs = (job.dim - 2 * job.pairs) / V;
   for (int block = 0; block < vecs; block += kLanes) {
-    const int width = min(kLanes, vecs - block);
-    const int unit_heads = kLanes / width, slot = lane / width, vec = block + lane % width;
-    const int end = slot < unit_heads ? to : 0;
+    const int slot = slot_of(split, lane), vec = block + lane - slot * split.lanes;
+    const int end = slot < split.heads && vec < vecs ? to : 0;
     const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
-    const long long x_step = unit_heads * job.x_h, y_step = unit_heads * job.y_h;
+    const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
     const ROPE_IN* x = job.x + token.x + (from + slot) * job.x_h + channel * x_d;
     ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + channel * y_d;
     if (is_same && is_copy && static_cast<const void*>(x) == static_cast<const void*>(y)) continue;
 
-    for (int head = from + slot; head < end; head += ROPE_FLIGHT * unit_heads) {
+    for (int head = from + slot; head < end; head += ROPE_FLIGHT * split.heads) {
       Vec<ROPE_IN, V> a[ROPE_FLIGHT];
 #pragma unroll
       for (int f = 0; f < ROPE_FLIGHT; ++f) {
-        if (head + f * unit_heads < end) a[f].load(x + f * x_step);
+        if (head + f * split.heads < end) a[f].load(x + f * x_step);
       }
 #pragma unroll
       for (int f = 0; f < ROPE_FLIGHT; ++f) {
-        if (head + f * unit_heads >= end) continue;
+        if (head + f * split.heads >= end) continue;
         Vec<ROPE_OUT, V> to_a;
         if constexpr (is_same) to_a = a[f];
         if (!is_same || !is_copy) {
@@ -501,59 +489,51 @@ __device__ inline void fill_heads(const Job& job, const Token& token, int from, 
 
 // ---- the grid -----------------------------------------------------------------------------------
 
-// Units [low, high) of `unit_heads` heads, at a token of `job`.
 template <int V, int A>
-__device__ inline void do_units(const Params& p, const Job& job, const Token& token, int low,
-                                int high, int unit_heads, int lane) {
-  const int from = low * unit_heads, to = min(high * unit_heads, job.heads);
-  if (token.fate == Fate::kFill) {
+__device__ inline void do_heads(const Job& job, const Token& token, const Split& turn,
+                                const Split& pass, int from, int to, int lane) {
+  if (token.fate == Fate::kTurn) {
+    turn_heads<V, A>(job, token, turn, from, to, lane);
+    if constexpr (ROPE_PASS) pass_heads<V>(job, token, pass, from, to, lane);
+  } else if (token.fate == Fate::kFill) {
     fill_heads<V>(job, token, from, to, lane);
-  } else if (token.fate == Fate::kTurn) {
-    const Job& other = p.job[kJoined];
-    const Token other_token = kJoined ? token_of(other, token.b, token.s) : token;
-    turn_heads<V, A>(job, token, other, other_token, low, high, unit_heads, lane);
-    if constexpr (ROPE_PASS) {
-      pass_heads<V>(job, token, from, to, lane);
-      if constexpr (kJoined) {
-        pass_heads<V>(other, other_token, max(low - job.units, 0) * unit_heads,
-                      min((high - job.units) * unit_heads, other.heads), lane);
-      }
-    }
   }
 }
 
 template <int V, int A>
 __device__ inline void walk(const Params& p) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const int part = blockIdx.x % p.parts, tile = blockIdx.x / p.parts;
-  const bool is_second = ROPE_JOBS == APART && part >= p.first_parts;
+  const int tile = quotient(blockIdx.x, p.parts_magic);
+  int part = blockIdx.x - tile * p.parts;
+  const bool is_second = part >= p.first_parts;
   const Job& job = p.job[is_second];
+  if (is_second) part -= p.first_parts;
   const int s = (tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1));
   const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
                 (warp >> p.warps_s);
 #if ROPE_RAGGED
   if (b > 0) return;
-  if (part == 0 || part == p.first_parts) {
-    check_offsets(p, job, s, static_cast<long long>(gridDim.x / p.parts) << p.warps_s, lane);
+  if (part == 0) {
+    const long long warps = static_cast<long long>(gridDim.x / p.parts) << p.warps_s;
+    check_offsets(p, job, s, warps, lane);
   }
 #else
   if (b >= job.batch) return;
 #endif
   if (s >= job.tokens) return;
 
-  const int low = (part - (is_second ? p.first_parts : 0)) * p.part_units;
-  const int high = min(low + p.part_units, job.units + (kJoined ? p.job[1].units : 0));
+  const int from = part * job.part_heads, to = min(from + job.part_heads, job.heads);
   const Token token = token_of(job, b, s);
   if constexpr (ROPE_RAGGED && V > 1) {
     // The host cannot know where a sequence starts.
     if (token.x * sizeof(ROPE_IN) % Vec<ROPE_IN, V>::kWordBytes ||
         token.y * sizeof(ROPE_OUT) % Vec<ROPE_OUT, V>::kWordBytes) {
-      const int to = min(high * job.unit_heads, job.heads);
-      do_units<1, 1>(p, job, token, low * job.unit_heads, to, 1, lane);
+      const Split single{kLanes, 1, 1024 / kLanes};
+      do_heads<1, 1>(job, token, single, single, from, to, lane);
       return;
     }
   }
-  do_units<V, A>(p, job, token, low, high, job.unit_heads, lane);
+  do_heads<V, A>(job, token, job.turn, job.pass, from, to, lane);
 }
 
 }  // namespace

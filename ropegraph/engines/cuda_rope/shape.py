@@ -11,9 +11,11 @@ LANES = 32
 MAX_X, MAX_YZ = 2**31 - 1, 65535  # blocks along each axis of a grid
 MAX_WORD = 16  # bytes that one instruction moves
 
-# Warps that keep a large GPU busy: fewer tokens than this are shared out among several warps each.
-BUSY_WARPS = 4096
 WARPS = 4  # warps of a block
+# Units a warp takes at most. Few enough that the last warps do not run alone for long, many enough
+# to pay for the sines; less where there are few tokens. Tuned on an H200.
+UNITS, UNITS_FEW = 4, 2
+FEW_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -27,34 +29,42 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Split:
+    """How the lanes of a warp are dealt out: ``lanes`` to a head, ``heads`` heads at a time."""
+
+    lanes: int
+    heads: int
+
+    @property
+    def magic(self) -> int:
+        """m with x * m >> 10 == x // lanes for x < 32: it spares the kernel a division."""
+        return -(-1024 // self.lanes)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one job is worked on.  part_heads: heads a warp takes.  parts: warps a token."""
+
+    turn: Split
+    others: Split
+    part_heads: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """A kernel's way of working on given jobs.
 
-    vec: pairs a lane.  angles: sines a lane takes for others.  unit_heads: heads of a unit, alike
-    for both jobs if joined.  parts, first_parts: warps a token for all jobs, and for the first.
+    vec: pairs a lane.  angles: sines that a lane takes for others.
     """
 
     vec: int
     angles: int
-    unit_heads: tuple[int, ...]
-    units: tuple[int, ...]
-    part_units: int
-    parts: int
-    first_parts: int
+    cuts: tuple[Cut, ...]
 
-
-def can_join(jobs: Sequence[Job]) -> bool:
-    """True if two jobs turn the same tokens by the same angles, so a warp can do both."""
-    if len(jobs) != 2:
-        return False
-    a, b = jobs
-    alike = ("angles", "begin", "pairs", "sign", "is_adjoint", "passes")
-    return (
-        a.offsets is None
-        and b.offsets is None
-        and (a.dim[0], a.dim[2]) == (b.dim[0], b.dim[2])
-        and all(getattr(a, name) == getattr(b, name) for name in alike)
-    )
+    @property
+    def parts(self) -> int:
+        return sum(cut.parts for cut in self.cuts)
 
 
 def widest_vector(jobs: Sequence[Job]) -> int:
@@ -90,23 +100,27 @@ def _fits(job: Job, vec: int) -> bool:
 
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
-    lanes = [min(LANES, job.pairs // vec) for job in jobs]
-    angles = 1
-    while angles * LANES < max(lanes) * vec:
-        angles *= 2
-    unit_heads = tuple(LANES // n for n in lanes)
-    units = tuple(-(-job.dim[1] // n) for job, n in zip(jobs, unit_heads, strict=True))
-    together = [sum(units)] if can_join(jobs) else list(units)
     tokens = max(job.dim[0] * job.dim[2] for job in jobs)
-    part_units = _part_units(max(together), tokens)
-    parts = [-(-n // part_units) for n in together]
-    return Shape(vec, angles, unit_heads, units, part_units, sum(parts), parts[0])
+    cuts = tuple(_cut(job, vec, tokens) for job in jobs)
+    angles = 1
+    while angles * LANES < max(cut.turn.lanes for cut in cuts) * vec:
+        angles *= 2
+    return Shape(vec, angles, cuts)
 
 
-def _part_units(units: int, tokens: int) -> int:
-    """Units a warp takes: all of a token if there are warps enough, else an even share."""
-    parts = min(units, max(1, BUSY_WARPS // max(tokens, 1)))
-    return -(-units // parts)
+def _cut(job: Job, vec: int, tokens: int) -> Cut:
+    turn = _split(job.pairs // vec)
+    units = -(-job.dim[1] // turn.heads)
+    parts = -(-units // (UNITS if tokens > FEW_TOKENS else UNITS_FEW))
+    part_units = -(-units // parts)
+    part_heads = part_units * turn.heads
+    others = _split((job.dim[3] - 2 * job.pairs) // vec)
+    return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads))
+
+
+def _split(vectors: int) -> Split:
+    lanes = min(LANES, max(vectors, 1))
+    return Split(lanes, LANES // lanes)
 
 
 def grid_of(batch: int, tokens: int, parts: int) -> Grid:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.job import Job
-from ropegraph.engines.cuda_rope.shape import WARPS, can_join
+from ropegraph.engines.cuda_rope.shape import WARPS
 
 SOURCE = Path(__file__).with_name("rope.cu")
 
-# Units in flight a warp, and blocks an SM: registers for both without a spill (rope_vector keeps
-# the angles of FULL tables twice).
+# Units in flight a warp, and blocks an SM: registers for both without a spill (a FULL table fills
+# twice as many).
 FLIGHT = 4
 BLOCKS = 5
 BLOCKS_FULL = 4
@@ -29,7 +29,6 @@ class Variant:
     write_pairs: bool
     is_full: bool
     passes: bool
-    jobs: str  # ONE, JOINED or APART
     index: DType | None  # type of ragged offsets
     vec: int
     angles: int
@@ -44,7 +43,6 @@ class Variant:
             "ROPE_WRITE_PAIRS": str(int(self.write_pairs)),
             "ROPE_FULL": str(int(self.is_full)),
             "ROPE_PASS": str(int(self.passes)),
-            "ROPE_JOBS": self.jobs,
             "ROPE_RAGGED": str(int(self.index is not None)),
             "ROPE_INDEX": (self.index or DType.INT32).c_name,
             "ROPE_VEC": str(self.vec),
@@ -63,7 +61,6 @@ class Variant:
 def variant_of(jobs: Sequence[Job], vec: int, angles: int) -> Variant:
     """The variant for jobs that are alike in everything but numbers."""
     first = jobs[0]
-    kind = "ONE" if len(jobs) == 1 else "JOINED" if can_join(jobs) else "APART"
     return Variant(
         read=first.x.dtype,
         written=first.y.dtype,
@@ -71,7 +68,6 @@ def variant_of(jobs: Sequence[Job], vec: int, angles: int) -> Variant:
         write_pairs=first.write_pairs,
         is_full=first.is_full,
         passes=any(job.passes for job in jobs),
-        jobs=kind,
         index=None if first.offsets is None else first.offsets.dtype,
         vec=vec,
         angles=angles,
