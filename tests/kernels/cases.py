@@ -71,9 +71,7 @@ def case(op: Rotary, **tensors: Tensor | Ragged) -> Case:
         add(port, bound.buffer, value)
     slots = {name: i for i, name in enumerate(values)}
     outputs = [p for p in tensors if p.rstrip("01") in ("output", "dX")]
-    node = Node(
-        "turn", op, {p: p for p in tensors if p not in outputs}, {p: p for p in outputs}
-    )
+    node = Node("turn", op, {p: p for p in tensors if p not in outputs}, {p: p for p in outputs})
     return Case(Step(node, values, "cuda.rope", slots), env)
 
 
@@ -106,7 +104,9 @@ def widened(tensor: Tensor) -> Tensor:
 
 def allowed(given: Case, port: str, want: Tensor) -> Tensor:
     """Half a unit of the written dtype, and a few units of fp32 at the size of the data."""
-    source = given.at({"output": "input", "dX": "dY"}[port.rstrip("01")] + port[len(port.rstrip("01")) :])
+    source = given.at(
+        {"output": "input", "dX": "dY"}[port.rstrip("01")] + port[len(port.rstrip("01")) :]
+    )
     finite = source.double()[torch.isfinite(source.double())].abs()
     attrs = {suffix: part for part, suffix in parts_of(given.step)}[port[len(port.rstrip("01")) :]]
     factor = abs(attrs.output_scale) * max(abs(attrs.attention_factor), 1.0)

@@ -60,14 +60,14 @@ class Recorder:
 
     CUDADriverError = RuntimeError
 
-    def ctxGetCurrent(self) -> int:  # noqa: N802
+    def ctxGetCurrent(self) -> int:
         return self.context
 
-    def ctxSetCurrent(self, ctx: int) -> None:  # noqa: N802
+    def ctxSetCurrent(self, ctx: int) -> None:
         self.context = ctx
         self.contexts.append(ctx)
 
-    def launchKernel(  # noqa: N802
+    def launchKernel(
         self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int,
         shared_bytes: int, stream: int, params: int, extra: int,
     ) -> None:  # fmt: skip
@@ -85,11 +85,11 @@ def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> DenseL
     """The launcher that build() would make, on a recording driver."""
     jobs = active_jobs(step)
     loaded = Loaded(driver, 1, VECTOR, SINGLE)
-    vec = widest_vector(jobs)
+    shape = shape_of(jobs, widest_vector(jobs))
     if jobs[0].offsets is None:
-        return DenseLaunch(step.name, jobs, loaded, vec)
+        return DenseLaunch(step.name, jobs, loaded, shape)
     assert flag is not None
-    return RaggedLaunch(step.name, jobs, loaded, vec, flag)
+    return RaggedLaunch(step.name, jobs, loaded, shape, flag)
 
 
 def active_jobs(step: Step) -> tuple[Job, ...]:
@@ -99,8 +99,7 @@ def active_jobs(step: Step) -> tuple[Job, ...]:
 def variant_for(step: Step) -> Variant:
     """The variant that build() would compile."""
     jobs = active_jobs(step)
-    vec = widest_vector(jobs)
-    return variant_of(jobs, vec, shape_of(jobs, vec).angles)
+    return variant_of(jobs, shape_of(jobs, widest_vector(jobs)))
 
 
 def run(cases: Sequence[Case], where: Path) -> list[int]:
@@ -158,9 +157,8 @@ def _numbers(*values: int) -> bytes:
 def _execute(program: Path, where: Path) -> None:
     # Leaks are no matter here, and the leak checker cannot run where a debugger may not attach.
     env = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    done = subprocess.run(
-        [program, where / "in", where / "out"], env=env, capture_output=True, text=True
-    )
+    command = [program, where / "in", where / "out"]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:6000]
 
 
@@ -198,7 +196,7 @@ def build(variants: Sequence[Variant], where: Path) -> Path:
     includes = (f"-I{where}", f"-I{HERE}", f"-I{SOURCE.parent}", f"-I{cuda_headers()}")
     done = subprocess.run(
         [compiler, *FLAGS, *includes, HERE / "host_main.cpp", "-o", program],
-        capture_output=True, text=True,
+        check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[:6000]
     return program

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ropegraph.engines.cuda_rope import shape
 from ropegraph.ir.ops import Rope, RopeBackward, RopePair
-from ropegraph.testing.inputs import Layout, normal, placed, poisoned, strides
+from ropegraph.testing.inputs import Layout, normal, placed, poisoned
 from tests.kernels import host
 from tests.kernels.cases import Case, Ragged, bits, case, check, expected, like, offset_by
 
@@ -273,9 +274,8 @@ def test_any_strides(tmp_path: Path) -> None:
     """C11 and C12: one stored element, transposed dims, size-1 axes with meaningless strides."""
     ones = torch.ones(1, 1, 1, 1).expand(2, 3, 4, 2)
     freqs = torch.ones(4, 1, 1, 1)
-    back = case(
-        RopeBackward(2, 0, half_width=True), dY=ones, freqs=freqs, dX=torch.full((2, 3, 4, 2), torch.nan)
-    )  # fmt: skip
+    summed = torch.full((2, 3, 4, 2), torch.nan)
+    back = case(RopeBackward(2, 0, half_width=True), dY=ones, freqs=freqs, dX=summed)
     x = normal((2, 3, 4, 6), BF16)
     turned = x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
     odd = normal((3, 4, 1, 8), F16).as_strided((3, 1, 4, 8), (32, 8, 8, 1))
@@ -304,5 +304,19 @@ def test_wide_rows_take_several_rounds(tmp_path: Path) -> None:
     assert run_and_check(cases, tmp_path) == [host.VECTOR, host.SINGLE, host.SINGLE]
 
 
-def test_strides_helper_is_what_the_kernel_sees() -> None:
-    assert strides((2, 3, 5, 8), "packed_qkv") == (5 * 72, 8, 72, 1)
+@pytest.mark.parametrize("warps", [1, 4])
+def test_the_grid_wraps_where_an_axis_ends(
+    warps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C14 with a limit of 3 blocks in place of 65535, and either number of warps a block."""
+    monkeypatch.setattr(shape, "MAX_YZ", 3)
+    monkeypatch.setattr(shape, "MANY_WARPS", 1 if warps == 1 else 10**9)
+    rng = random.Random(11)
+    cases: list[tuple[str, Case]] = []
+    for b, h, s in ((8, 16, 1), (7, 16, 2), (2, 16, 9), (1, 40, 3)):
+        op = rotation(rng, 64, 64, PAIRS[0], full=False)
+        freqs = table(rng, s, 32 if op.half_width else 64, b)
+        x = normal((b, h, s, 64), BF16, "bshd")
+        cases.append((f"{list(x.shape)}", case(op, input=x, freqs=freqs, output=like(x))))
+    assert {host.variant_for(given.step).warps for _, given in cases} == {warps}
+    run_and_check(cases, tmp_path)

@@ -35,11 +35,11 @@ def build(step: Step, device: Device) -> Executable:
     jobs = tuple(job for job in jobs_of(step) if not job.is_empty)
     if not jobs:
         return Nothing()
-    vec = widest_vector(jobs)
-    loaded = load(variant_of(jobs, vec, shape_of(jobs, vec).angles), device.index)
+    shape = shape_of(jobs, widest_vector(jobs))
+    loaded = load(variant_of(jobs, shape), device.index)
     if jobs[0].offsets is None:
-        return DenseLaunch(step.name, jobs, loaded, vec)
+        return DenseLaunch(step.name, jobs, loaded, shape)
     where = torch.device("cuda", device.index)
-    launch = RaggedLaunch(step.name, jobs, loaded, vec, torch.zeros(1, dtype=torch.int32).to(where))
+    flag = torch.zeros(1, dtype=torch.int32, device=where)
     torch.cuda.synchronize(where)
-    return launch
+    return RaggedLaunch(step.name, jobs, loaded, shape, flag)

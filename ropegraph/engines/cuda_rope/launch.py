@@ -12,7 +12,7 @@ from torch import Tensor
 from ropegraph.engines.cuda_rope.cupy_types import Driver
 from ropegraph.engines.cuda_rope.job import Job
 from ropegraph.engines.cuda_rope.params import Params, packed, pointers_of
-from ropegraph.engines.cuda_rope.shape import LANES, WARPS, Grid, grid_of, shape_of
+from ropegraph.engines.cuda_rope.shape import LANES, Grid, Shape, grid_of, shape_of
 from ropegraph.errors import GraphError, InternalError
 
 # Bits that the kernel sets in its flag.
@@ -45,26 +45,27 @@ class _Block(threading.local):
 class _Kernel:
     """A kernel for given jobs.  pointers: word of the block, slot, address bits that must be 0."""
 
-    def __init__(self, function: int, jobs: Sequence[Job], vec: int) -> None:
-        shape = shape_of(jobs, vec)
-        self.function, self.parts = function, shape.parts
+    def __init__(self, function: int, jobs: Sequence[Job], shape: Shape, warps: int) -> None:
+        self.function, self.parts, self.warps = function, shape.parts, warps
         if jobs[0].offsets is None:
             batch, tokens = max(j.dim[0] for j in jobs), max(j.dim[2] for j in jobs)
         else:
-            batch, tokens = 1, WARPS  # of each call its own
-        self.grid = grid_of(batch, tokens, shape.parts)
+            batch, tokens = 1, warps  # of each call its own
+        self.grid = grid_of(batch, tokens, shape.parts, warps)
         self.block = _Block(packed(jobs, shape, self.grid.warps_s))
-        self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, vec))
+        self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
 
 
 class DenseLaunch:
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
-    def __init__(self, name: str, jobs: Sequence[Job], loaded: Loaded, vec: int) -> None:
+    def __init__(self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape) -> None:
         self.name, self.jobs = name, tuple(jobs)
         self.driver, self.context = loaded.driver, loaded.context
-        self.slow = _Kernel(loaded.single, jobs, 1)
-        self.fast = _Kernel(loaded.vector, jobs, vec) if vec > 1 else self.slow
+        self.slow = _Kernel(loaded.single, jobs, shape_of(jobs, 1), shape.warps)
+        self.fast = self.slow
+        if shape.vec > 1:
+            self.fast = _Kernel(loaded.vector, jobs, shape, shape.warps)
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         kernel = self._patched(env)
@@ -107,7 +108,7 @@ class DenseLaunch:
             driver.ctxSetCurrent(self.context)
         try:
             driver.launchKernel(
-                kernel.function, grid.x, grid.y, grid.z, WARPS * LANES, 1, 1, 0,
+                kernel.function, grid.x, grid.y, grid.z, kernel.warps * LANES, 1, 1, 0,
                 stream, kernel.block.address, 0,
             )  # fmt: skip
         except Exception as error:
@@ -126,9 +127,9 @@ class RaggedLaunch(DenseLaunch):
     """
 
     def __init__(
-        self, name: str, jobs: Sequence[Job], loaded: Loaded, vec: int, flag: Tensor
+        self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: Tensor
     ) -> None:
-        super().__init__(name, jobs, loaded, vec)
+        super().__init__(name, jobs, loaded, shape)
         self.flag = flag
 
     def faults(self) -> tuple[str, ...]:
@@ -146,7 +147,7 @@ class RaggedLaunch(DenseLaunch):
             target.tokens = -(-target.y_room // job.x.stride[2])
             most = max(most, target.tokens)
         if most:
-            self._launch(kernel, grid_of(1, most, kernel.parts), stream)
+            self._launch(kernel, grid_of(1, most, kernel.parts, kernel.warps), stream)
 
 
 def _room(buffer: Tensor) -> int:

@@ -15,7 +15,7 @@
 //   ROPE_INDEX             type of these offsets
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
 //   ROPE_ANGLES            angles a lane takes there: V * lanes a head / 32, rounded up to 2^n
-//   ROPE_FLIGHT, ROPE_WARPS, ROPE_BLOCKS   units in flight; warps a block; blocks an SM at least
+//   ROPE_FLIGHT, ROPE_WARPS, ROPE_RESIDENT   units in flight; warps a block; warps an SM at least
 //
 // rope_any takes every base, stride and width. rope_vector takes what the host found to be aligned.
 
@@ -36,6 +36,12 @@ constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = ROPE_FULL ? 2 : 1;
 constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
+
+// Units of V pairs in flight: as many bytes, up to 8 units, where vectors are narrow.
+template <int V>
+constexpr int kFlight = V * sizeof(ROPE_IN) >= 16  ? ROPE_FLIGHT
+                        : V * sizeof(ROPE_IN) >= 8 ? 2 * ROPE_FLIGHT
+                                                   : 4 * ROPE_FLIGHT;
 
 
 // How the lanes of a warp are dealt out: `lanes` of them to a head, `heads` heads at a time.
@@ -397,7 +403,7 @@ __device__ inline void turn_heads(const Job& job, const Token& token, const Spli
     ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + (job.begin + y1) * y_d;
     const int end = slot < split.heads && block + i < vecs ? to : 0;
 
-    Vec<ROPE_IN, V> a[ROPE_FLIGHT], c[ROPE_FLIGHT];
+    Vec<ROPE_IN, V> a[kFlight<V>], c[kFlight<V>];
     int wanted = from + slot, head = wanted;
     const auto load = [&](int f) {
       if (wanted < end) {
@@ -408,14 +414,14 @@ __device__ inline void turn_heads(const Job& job, const Token& token, const Spli
       x += x_step;
     };
 #pragma unroll
-    for (int f = 0; f < ROPE_FLIGHT; ++f) load(f);
+    for (int f = 0; f < kFlight<V>; ++f) load(f);
     // The first loads are on their way: the time until they arrive pays for the sines.
     const Turn<V> turn = held.spread(job, i);
-    for (int unit = from; unit < to; unit += ROPE_FLIGHT * split.heads) {
+    for (int unit = from; unit < to; unit += kFlight<V> * split.heads) {
       // In place, what one lane writes may be what another has yet to read.
       if constexpr (kMixed) __syncwarp();
 #pragma unroll
-      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+      for (int f = 0; f < kFlight<V>; ++f) {
         if (head < end) {
           Vec<ROPE_OUT, V> to_a, to_c;
           rotate<V>(turn, job.factor, a[f], c[f], to_a, to_c);
@@ -448,14 +454,14 @@ __device__ inline void pass_heads(const Job& job, const Token& token, const Spli
     ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + channel * y_d;
     if (is_same && is_copy && static_cast<const void*>(x) == static_cast<const void*>(y)) continue;
 
-    for (int head = from + slot; head < end; head += ROPE_FLIGHT * split.heads) {
-      Vec<ROPE_IN, V> a[ROPE_FLIGHT];
+    for (int head = from + slot; head < end; head += kFlight<V> * split.heads) {
+      Vec<ROPE_IN, V> a[kFlight<V>];
 #pragma unroll
-      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+      for (int f = 0; f < kFlight<V>; ++f) {
         if (head + f * split.heads < end) a[f].load(x + f * x_step);
       }
 #pragma unroll
-      for (int f = 0; f < ROPE_FLIGHT; ++f) {
+      for (int f = 0; f < kFlight<V>; ++f) {
         if (head + f * split.heads >= end) continue;
         Vec<ROPE_OUT, V> to_a;
         if constexpr (is_same) to_a = a[f];
@@ -467,8 +473,8 @@ __device__ inline void pass_heads(const Job& job, const Token& token, const Spli
         }
         to_a.store(y + f * y_step);
       }
-      x += ROPE_FLIGHT * x_step;
-      y += ROPE_FLIGHT * y_step;
+      x += kFlight<V> * x_step;
+      y += kFlight<V> * y_step;
     }
   }
 }
@@ -539,13 +545,13 @@ __device__ inline void walk(const Params& p) {
 }  // namespace
 
 #if ROPE_VEC > 1
-extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_RESIDENT / ROPE_WARPS)
     rope_vector(const __grid_constant__ Params p) {
   walk<ROPE_VEC, ROPE_ANGLES>(p);
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 16 / ROPE_WARPS)
     rope_any(const __grid_constant__ Params p) {
   walk<1, 1>(p);
 }

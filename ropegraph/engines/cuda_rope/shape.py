@@ -11,11 +11,14 @@ LANES = 32
 MAX_X, MAX_YZ = 2**31 - 1, 65535  # blocks along each axis of a grid
 MAX_WORD = 16  # bytes that one instruction moves
 
-WARPS = 4  # warps of a block
-# Units a warp takes at most. Few enough that the last warps do not run alone for long, many enough
-# to pay for the sines; less where there are few tokens. Tuned on an H200.
-UNITS, UNITS_FEW = 4, 2
-FEW_TOKENS = 4096
+# Tuned on an H200. A warp takes few units, so that the last warps do not run alone for long, but
+# enough to pay for the sines; narrow vectors need more of them.
+UNITS = 2
+UNIT_BYTES = 16  # that a lane reads at once of a whole unit
+# Blocks of one warp leave no warp waiting for the slowest of its block, but blocks start at a
+# limited rate: they pay where there are many warps with something to do.
+WARPS = 4
+MANY_WARPS = 8192
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,12 @@ class Cut:
 class Shape:
     """A kernel's way of working on given jobs.
 
-    vec: pairs a lane.  angles: sines that a lane takes for others.
+    vec: pairs a lane.  angles: sines that a lane takes for others.  warps: of a block.
     """
 
     vec: int
     angles: int
+    warps: int
     cuts: tuple[Cut, ...]
 
     @property
@@ -100,21 +104,23 @@ def _fits(job: Job, vec: int) -> bool:
 
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
-    tokens = max(job.dim[0] * job.dim[2] for job in jobs)
-    cuts = tuple(_cut(job, vec, tokens) for job in jobs)
+    cuts = tuple(_cut(job, vec) for job in jobs)
     angles = 1
     while angles * LANES < max(cut.turn.lanes for cut in cuts) * vec:
         angles *= 2
-    return Shape(vec, angles, cuts)
+    tokens = max(job.dim[0] * job.dim[2] for job in jobs)
+    is_busy = all(cut.part_heads >= UNITS * cut.turn.heads for cut in cuts)
+    is_large = tokens * sum(cut.parts for cut in cuts) >= MANY_WARPS
+    return Shape(vec, angles, 1 if is_busy and is_large else WARPS, cuts)
 
 
-def _cut(job: Job, vec: int, tokens: int) -> Cut:
-    turn = _split(job.pairs // vec)
+def _cut(job: Job, vec: int) -> Cut:
+    """An even share of the heads for each warp, in whole units."""
+    turn, others = _split(job.pairs // vec), _split((job.dim[3] - 2 * job.pairs) // vec)
     units = -(-job.dim[1] // turn.heads)
-    parts = -(-units // (UNITS if tokens > FEW_TOKENS else UNITS_FEW))
-    part_units = -(-units // parts)
+    most = UNITS * max(1, UNIT_BYTES // (vec * job.x.dtype.itemsize))
+    part_units = -(-units // -(-units // most))
     part_heads = part_units * turn.heads
-    others = _split((job.dim[3] - 2 * job.pairs) // vec)
     return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads))
 
 
@@ -123,13 +129,13 @@ def _split(vectors: int) -> Split:
     return Split(lanes, LANES // lanes)
 
 
-def grid_of(batch: int, tokens: int, parts: int) -> Grid:
+def grid_of(batch: int, tokens: int, parts: int, warps: int) -> Grid:
     """The grid over ``batch`` entries of ``tokens`` tokens, inside the limits of the hardware."""
     warps_s = 0
-    while 2**warps_s < min(WARPS, tokens):
+    while 2**warps_s < min(warps, tokens):
         warps_s += 1
     tiles = -(-tokens // 2**warps_s)
-    entries = -(-batch * 2**warps_s // WARPS)
+    entries = -(-batch * 2**warps_s // warps)
     z = -(-entries // MAX_YZ)
     y = -(-entries // z)
     grid = Grid(tiles * parts, y, z, warps_s)

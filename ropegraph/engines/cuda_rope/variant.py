@@ -8,15 +8,11 @@ from pathlib import Path
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.job import Job
-from ropegraph.engines.cuda_rope.shape import WARPS
+from ropegraph.engines.cuda_rope.shape import Shape
 
 SOURCE = Path(__file__).with_name("rope.cu")
 
-# Units in flight a warp, and blocks an SM: registers for both without a spill (a FULL table fills
-# twice as many).
-FLIGHT = 4
-BLOCKS = 5
-BLOCKS_FULL = 4
+FLIGHT = 2  # units in flight a warp
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,15 @@ class Variant:
     index: DType | None  # type of ragged offsets
     vec: int
     angles: int
+    warps: int
+
+    @property
+    def resident(self) -> int:
+        """Warps that an SM holds at least, which bounds registers: as many as spill none."""
+        if self.is_full:
+            return 20
+        is_large = self.passes or self.index is not None or self.vec * self.read.itemsize > 16
+        return 24 if is_large else 32
 
     @property
     def macros(self) -> dict[str, str]:
@@ -48,8 +53,8 @@ class Variant:
             "ROPE_VEC": str(self.vec),
             "ROPE_ANGLES": str(self.angles),
             "ROPE_FLIGHT": str(FLIGHT),
-            "ROPE_WARPS": str(WARPS),
-            "ROPE_BLOCKS": str(BLOCKS_FULL if self.is_full else BLOCKS),
+            "ROPE_WARPS": str(self.warps),
+            "ROPE_RESIDENT": str(self.resident),
         }
 
     @property
@@ -58,7 +63,7 @@ class Variant:
         return tuple(f"-D{name}={value}" for name, value in self.macros.items())
 
 
-def variant_of(jobs: Sequence[Job], vec: int, angles: int) -> Variant:
+def variant_of(jobs: Sequence[Job], shape: Shape) -> Variant:
     """The variant for jobs that are alike in everything but numbers."""
     first = jobs[0]
     return Variant(
@@ -69,6 +74,7 @@ def variant_of(jobs: Sequence[Job], vec: int, angles: int) -> Variant:
         is_full=first.is_full,
         passes=any(job.passes for job in jobs),
         index=None if first.offsets is None else first.offsets.dtype,
-        vec=vec,
-        angles=angles,
+        vec=shape.vec,
+        angles=shape.angles,
+        warps=shape.warps,
     )
