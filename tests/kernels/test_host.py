@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope import shape
+from ropegraph.engines.cuda_rope import variant as variant_module
 from ropegraph.ir.ops import Rope, RopeBackward, RopePair
 from ropegraph.testing.inputs import Layout, normal, placed, poisoned
 from tests.kernels import host
@@ -99,6 +100,25 @@ def test_one_rotation(group: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("flight", [1, 2])
+def test_in_place_with_many_units(
+    flight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warp's lanes run apart between its shuffles; no lane may see what another wrote."""
+    monkeypatch.setattr(variant_module, "FLIGHT", flight)
+    rng = random.Random(flight)
+    cases: list[tuple[str, Case]] = []
+    for r, h, pairs, shift in (
+        (96, 13, PAIRS[0], 0), (96, 13, PAIRS[2], 0), (64, 40, PAIRS[3], 0), (6, 170, PAIRS[2], 1),
+        (20, 100, PAIRS[3], 0),
+    ):  # fmt: skip
+        op = rotation(rng, r, r, pairs, full=False)
+        x = offset_by(normal((1, h, 2, r), BF16, "bshd"), shift)
+        freqs = table(rng, 2, r // 2 if op.half_width else r)
+        cases.append((f"r={r}, h={h}, {pairs}", case(op, input=x, freqs=freqs, output=x)))
+    run_and_check(cases, tmp_path)
+
+
 def pair(rng: random.Random, variant: int, kind: str) -> tuple[str, Case]:
     dtype, r = DTYPES[variant % 3], WIDTHS[variant % 5]
     d = r + (16 if variant % 2 else 0)
@@ -180,6 +200,28 @@ def test_sequences_at_offsets(tmp_path: Path) -> None:
     run_and_check(cases, tmp_path)
     for what, given in cases:
         assert not given.flag.item(), what
+
+
+def heads_first(stops: list[int], total: int) -> Case:
+    """Sequences in a buffer [h, total, d]: a token reaches over all of it."""
+    h, d, rows = 3, 16, 8
+    buffer = normal((h, total, d), BF16)
+    offsets = torch.tensor([n * d for n in stops], dtype=torch.int32)
+    x = Ragged(buffer, (len(stops) - 1, h, rows, d), (h * rows * d, total * d, d, 1), offsets)
+    freqs = table(random.Random(8), rows, 16)
+    return case(Rope(16, 0), input=x, freqs=freqs, output=replace(x, buffer=like(buffer)))
+
+
+def test_sequences_in_a_buffer_of_heads(tmp_path: Path) -> None:
+    right, wrong = heads_first([0, 3, 7], 9), heads_first([0, 3, 10], 9)
+    want = expected(right)
+    host.run([right, wrong], tmp_path)
+    check(right, want, "heads first")
+    assert not right.flag.item()
+    assert wrong.flag.item() == 2
+    # The last token would start inside the buffer and end outside: its sequence is NaN.
+    assert wrong.at("output")[:, 3:].isnan().all()
+    assert torch.isfinite(wrong.at("output")[:, :3].float()).all()
 
 
 def test_wrong_offsets_are_never_followed(tmp_path: Path) -> None:
