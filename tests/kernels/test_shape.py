@@ -109,7 +109,7 @@ def test_strides_are_words_of_8_bytes() -> None:
 
 def test_quotients_by_multiplication() -> None:
     for lanes in range(1, 33):
-        split = Split(lanes, 32 // lanes)
+        split = Split(lanes, 0, 32 // lanes)
         assert all(x * split.magic >> 10 == x // lanes for x in range(32))
     for parts in (2, 3, 5, 7, 10, 1000, 65_537):
         magic = -(-(2**64) // parts)

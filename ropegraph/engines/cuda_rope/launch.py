@@ -48,10 +48,10 @@ class _Kernel:
     def __init__(self, function: int, jobs: Sequence[Job], shape: Shape, warps: int) -> None:
         self.function, self.parts, self.warps = function, shape.parts, warps
         if jobs[0].offsets is None:
-            batch, tokens = max(j.dim[0] for j in jobs), max(j.dim[2] for j in jobs)
+            batch, tiles = max(job.dim[0] for job in jobs), shape.tiles
         else:
-            batch, tokens = 1, warps  # of each call its own
-        self.grid = grid_of(batch, tokens, shape.parts, warps)
+            batch, tiles = 1, warps  # of each call its own
+        self.grid = grid_of(batch, tiles, shape.parts, warps)
         self.block = _Block(packed(jobs, shape, self.grid.warps_s))
         self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
 

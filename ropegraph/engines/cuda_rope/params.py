@@ -20,8 +20,8 @@ _JOB: list[tuple[str, type]] = [
     ("angle_b", _I64), ("angle_s", _I64), ("angle_pair", _I64), ("angle_second", _I64),
     ("batch", _I32), ("heads", _I32), ("rows", _I32), ("dim", _I32),
     ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("part_heads", _I32),
-    ("turn_lanes", _I32), ("turn_heads", _I32), ("turn_magic", _I32),
-    ("pass_lanes", _I32), ("pass_heads", _I32), ("pass_magic", _I32),
+    ("turn_lanes", _I32), ("turn_log_tokens", _I32), ("turn_heads", _I32), ("turn_magic", _I32),
+    ("pass_lanes", _I32), ("pass_log_tokens", _I32), ("pass_heads", _I32), ("pass_magic", _I32),
     ("adjoint", _I32), ("sign", _F32), ("factor", _F32), ("scale", _F32),
 ]  # fmt: skip
 
@@ -105,11 +105,11 @@ def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.tokens = job.dim[2]
     to.begin, to.pairs = job.begin, job.pairs
     to.part_heads = cut.part_heads
-    to.turn_lanes, to.turn_heads, to.turn_magic = _numbers(cut.turn)
-    to.pass_lanes, to.pass_heads, to.pass_magic = _numbers(cut.others)
+    to.turn_lanes, to.turn_log_tokens, to.turn_heads, to.turn_magic = _numbers(cut.turn)
+    to.pass_lanes, to.pass_log_tokens, to.pass_heads, to.pass_magic = _numbers(cut.others)
     to.adjoint, to.sign = int(job.is_adjoint), job.sign
     to.factor, to.scale = job.factor, job.scale
 
 
-def _numbers(split: Split) -> tuple[int, int, int]:
-    return split.lanes, split.heads, split.magic
+def _numbers(split: Split) -> tuple[int, int, int, int]:
+    return split.lanes, split.log_tokens, split.heads, split.magic

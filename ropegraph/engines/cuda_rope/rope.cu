@@ -1,9 +1,10 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
 //
-// A warp owns a share of the heads of one token, which is one row of the angle table. Its lanes
-// take the sines and cosines of that row once, a few a lane, and hand them round by shuffles. Then
-// the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is as many heads as fit into
-// 32 lanes where each lane holds V pairs of channels: two loads of 16 bytes in the fast kernel.
+// A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
+// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand them
+// round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is
+// what fits into 32 lanes where each lane holds V pairs of channels, two loads of 16 bytes in the
+// fast kernel: several heads of a token, or a head of several tokens, whichever lie side by side.
 //
 // Specialised at build by macros:
 //   ROPE_IN, ROPE_OUT      element types of what is read and written
@@ -43,10 +44,10 @@ constexpr int kFlight = V * sizeof(ROPE_IN) >= 16  ? ROPE_FLIGHT
                         : V * sizeof(ROPE_IN) >= 8 ? 2 * ROPE_FLIGHT
                                                    : 4 * ROPE_FLIGHT;
 
-
-// How the lanes of a warp are dealt out: `lanes` of them to a head, `heads` heads at a time.
+// How the lanes of a warp are dealt out: `lanes` to a head row, 2^log_tokens tokens of `heads`
+// heads at a time.
 struct Split {
-  int lanes, heads;
+  int lanes, log_tokens, heads;
   int magic;  // 1024 / lanes, rounded up
 };
 
@@ -90,8 +91,22 @@ __device__ inline unsigned quotient(unsigned x, unsigned long long magic) {
   return magic ? static_cast<unsigned>(__umul64hi(x, magic)) : x;
 }
 
-// Which of the heads that are done at a time is a lane's.
-__device__ inline int slot_of(const Split& split, int lane) { return lane * split.magic >> 10; }
+// x / split.lanes, for x < 32.
+__device__ inline int rows_before(const Split& split, int x) { return x * split.magic >> 10; }
+
+// What a lane is dealt: head and token, counted from the first of the warp, vector of the head row;
+// and its place among all vectors of these tokens.
+struct Seat {
+  int head, token, vec, place;
+
+  __device__ Seat(const Split& split, int lane) {
+    const int row = rows_before(split, lane);
+    vec = lane - row * split.lanes;
+    token = row & ((1 << split.log_tokens) - 1);
+    head = row >> split.log_tokens;
+    place = token * split.lanes + vec;
+  }
+};
 
 // ---- elements -----------------------------------------------------------------------------------
 
@@ -169,7 +184,7 @@ struct Vec {
 
 enum class Fate { kSkip, kTurn, kFill };
 
-// A token of one job: its table row (b, s), and where its channels start.
+// The first token of a warp: its table row (b, s), and where its channels start.
 struct Token {
   Fate fate;
   int b, s;
@@ -298,29 +313,37 @@ struct Turn {
   float cos[kColumns][V], sin[kColumns][V];
 };
 
-// What the lanes of a warp hold together: the angles of up to 32 vectors of one table row. Lane l
-// holds in slot a the angle of pair a * J + l % J of vector l / J, with J = V / A angles of a vector
-// a slot: so a reader knows the slot at compile time and asks one lane for it.
+// What the lanes of a warp hold together: the angles of up to 32 vectors, of one table row after
+// the other. Lane l holds in slot a the angle of pair a * J + l % J of vector l / J, with J = V / A
+// angles of a vector a slot: so a reader knows the slot at compile time and asks one lane for it.
 template <int V, int A>
 struct Held {
   static constexpr int J = V / A;
   float angle[A][kColumns];
 
-  __device__ void fetch(const Job& job, const float* row, int first, int lane) {
-    const int vec = first + lane / J;
+  __device__ void fetch(const Job& job, const Token& first, const Split& split, int block,
+                        int lane) {
+    const int place = lane / J, token = rows_before(split, place);
+    const int vec = block + place - token * split.lanes;
+    const bool is_there = token < 1 << split.log_tokens && first.s + token < job.rows &&
+                          vec < job.pairs / V;
+    const float* row =
+        job.angles + first.b * job.angle_b + (first.s + token) * job.angle_s;
 #pragma unroll
     for (int a = 0; a < A; ++a) {
       const int pair = pair_of<V>(job, vec, a * J + lane % J);
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
-        angle[a][column] = vec < job.pairs / V
-            ? row[pair * job.angle_pair + column * job.angle_second] : 0.0f;
+        angle[a][column] =
+            is_there ? row[pair * job.angle_pair + column * job.angle_second] : 0.0f;
       }
     }
   }
 
-  // The share of a lane that has the i-th of these vectors. All lanes must come here.
-  __device__ Turn<V> spread(const Job& job, int i) const {
+  // The share of the lane in this seat. All lanes must come here.
+  __device__ Turn<V> spread(const Job& job, const Split& split, const Seat& seat) const {
+    // Where a lane holds whole vectors and nobody else needs them, each has its own already.
+    const bool is_own = A == V && V > 1 && split.heads == 1;
     Turn<V> turn;
 #pragma unroll
     for (int a = 0; a < A; ++a) {
@@ -337,10 +360,13 @@ struct Held {
       }
 #pragma unroll
       for (int k = 0; k < J; ++k) {
+        const int owner = seat.place * J + k;
 #pragma unroll
         for (int column = 0; column < kColumns; ++column) {
-          turn.cos[column][a * J + k] = __shfl_sync(kAll, cos[column], i * J + k);
-          turn.sin[column][a * J + k] = __shfl_sync(kAll, sin[column], i * J + k);
+          float& own_cos = turn.cos[column][a * J + k];
+          float& own_sin = turn.sin[column][a * J + k];
+          own_cos = is_own ? cos[column] : __shfl_sync(kAll, cos[column], owner);
+          own_sin = is_own ? sin[column] : __shfl_sync(kAll, sin[column], owner);
         }
       }
     }
@@ -382,29 +408,33 @@ __device__ inline void channels(const Job& job, int vec, bool pairs, int& first,
   second = first + (adjacent ? V : job.pairs);
 }
 
-// Rotate heads [from, to) of a token. All lanes must come here.
+// Rotate heads [from, to) of the tokens from `first` on. All lanes must come here.
 template <int V, int A>
-__device__ inline void turn_heads(const Job& job, const Token& token, const Split& split, int from,
+__device__ inline void turn_heads(const Job& job, const Token& first, const Split& split, int from,
                                   int to, int lane) {
-  const float* row = job.angles + token.b * job.angle_b + token.s * job.angle_s;
   const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
-  const int vecs = job.pairs / V, slot = slot_of(split, lane), i = lane - slot * split.lanes;
+  const int vecs = job.pairs / V;
+  const Seat seat(split, lane);
   // rope_vector is for up to 32 vectors: one round.
   for (int block = 0; block < (V == 1 ? vecs : 1); block += kLanes) {
     Held<V, A> held;
-    held.fetch(job, row, block, lane);
+    held.fetch(job, first, split, block, lane);
 
     int x1, x2, y1, y2;
-    channels<V>(job, block + i, ROPE_READ_PAIRS, x1, x2);
-    channels<V>(job, block + i, ROPE_WRITE_PAIRS, y1, y2);
+    channels<V>(job, block + seat.vec, ROPE_READ_PAIRS, x1, x2);
+    channels<V>(job, block + seat.vec, ROPE_WRITE_PAIRS, y1, y2);
     const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
     const long long x_next = (x2 - x1) * x_d, y_next = (y2 - y1) * y_d;
-    const ROPE_IN* x = job.x + token.x + (from + slot) * job.x_h + (job.begin + x1) * x_d;
-    ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + (job.begin + y1) * y_d;
-    const int end = slot < split.heads && block + i < vecs ? to : 0;
+    int head = from + seat.head, wanted = head;
+    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + head * job.x_h +
+                       (job.begin + x1) * x_d;
+    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + head * job.y_h +
+                  (job.begin + y1) * y_d;
+    const bool is_there =
+        seat.head < split.heads && block + seat.vec < vecs && first.s + seat.token < job.rows;
+    const int end = is_there ? to : 0;
 
     Vec<ROPE_IN, V> a[kFlight<V>], c[kFlight<V>];
-    int wanted = from + slot, head = wanted;
     const auto load = [&](int f) {
       if (wanted < end) {
         a[f].load(x);
@@ -416,7 +446,7 @@ __device__ inline void turn_heads(const Job& job, const Token& token, const Spli
 #pragma unroll
     for (int f = 0; f < kFlight<V>; ++f) load(f);
     // The first loads are on their way: the time until they arrive pays for the sines.
-    const Turn<V> turn = held.spread(job, i);
+    const Turn<V> turn = held.spread(job, split, seat);
     for (int unit = from; unit < to; unit += kFlight<V> * split.heads) {
       // In place, what one lane writes may be what another has yet to read.
       if constexpr (kMixed) __syncwarp();
@@ -439,42 +469,50 @@ __device__ inline void turn_heads(const Job& job, const Token& token, const Spli
 // Channels outside the rotation: a copy of the bits, or one product. Never a product with 0 or 1,
 // which would turn Inf and NaN into other NaN.
 template <int V>
-__device__ inline void pass_heads(const Job& job, const Token& token, const Split& split, int from,
+__device__ inline void pass_heads(const Job& job, const Token& first, const Split& split, int from,
                                   int to, int lane) {
   constexpr bool is_same = kIsSame<ROPE_IN, ROPE_OUT>;
   const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
   const bool is_copy = job.scale == 1.0f;
+  if (is_same && is_copy && static_cast<const void*>(job.x) == static_cast<const void*>(job.y)) {
+    return;  // in place, they are there already
+  }
   const int before = job.begin / V, vecs = (job.dim - 2 * job.pairs) / V;
-  for (int block = 0; block < vecs; block += kLanes) {
-    const int slot = slot_of(split, lane), vec = block + lane - slot * split.lanes;
-    const int end = slot < split.heads && vec < vecs ? to : 0;
-    const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
-    const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
-    const ROPE_IN* x = job.x + token.x + (from + slot) * job.x_h + channel * x_d;
-    ROPE_OUT* y = job.y + token.y + (from + slot) * job.y_h + channel * y_d;
-    if (is_same && is_copy && static_cast<const void*>(x) == static_cast<const void*>(y)) continue;
+  const Seat seat(split, lane);
+  const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
+  // Fewer tokens at a time than are turned at a time, where these channels need more lanes.
+  for (int token = seat.token; token < 1 << job.turn.log_tokens; token += 1 << split.log_tokens) {
+    for (int block = 0; block < vecs; block += kLanes) {
+      const int vec = block + seat.vec;
+      const bool is_there = seat.head < split.heads && vec < vecs && first.s + token < job.rows;
+      const int end = is_there ? to : 0;
+      const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
+      int head = from + seat.head;
+      const ROPE_IN* x = job.x + first.x + token * job.x_s + head * job.x_h + channel * x_d;
+      ROPE_OUT* y = job.y + first.y + token * job.y_s + head * job.y_h + channel * y_d;
 
-    for (int head = from + slot; head < end; head += kFlight<V> * split.heads) {
-      Vec<ROPE_IN, V> a[kFlight<V>];
+      for (; head < end; head += kFlight<V> * split.heads) {
+        Vec<ROPE_IN, V> a[kFlight<V>];
 #pragma unroll
-      for (int f = 0; f < kFlight<V>; ++f) {
-        if (head + f * split.heads < end) a[f].load(x + f * x_step);
-      }
-#pragma unroll
-      for (int f = 0; f < kFlight<V>; ++f) {
-        if (head + f * split.heads >= end) continue;
-        Vec<ROPE_OUT, V> to_a;
-        if constexpr (is_same) to_a = a[f];
-        if (!is_same || !is_copy) {
-#pragma unroll
-          for (int k = 0; k < V; k += 2) {
-            to_a.set(k, a[f].get(k) * job.scale, a[f].get((k + 1) % V) * job.scale);
-          }
+        for (int f = 0; f < kFlight<V>; ++f) {
+          if (head + f * split.heads < end) a[f].load(x + f * x_step);
         }
-        to_a.store(y + f * y_step);
+#pragma unroll
+        for (int f = 0; f < kFlight<V>; ++f) {
+          if (head + f * split.heads >= end) continue;
+          Vec<ROPE_OUT, V> to_a;
+          if constexpr (is_same) to_a = a[f];
+          if (!is_same || !is_copy) {
+#pragma unroll
+            for (int k = 0; k < V; k += 2) {
+              to_a.set(k, a[f].get(k) * job.scale, a[f].get((k + 1) % V) * job.scale);
+            }
+          }
+          to_a.store(y + f * y_step);
+        }
+        x += kFlight<V> * x_step;
+        y += kFlight<V> * y_step;
       }
-      x += kFlight<V> * x_step;
-      y += kFlight<V> * y_step;
     }
   }
 }
@@ -514,7 +552,7 @@ __device__ inline void walk(const Params& p) {
   const bool is_second = part >= p.first_parts;
   const Job& job = p.job[is_second];
   if (is_second) part -= p.first_parts;
-  const int s = (tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1));
+  const int s = ((tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1))) << job.turn.log_tokens;
   const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
                 (warp >> p.warps_s);
 #if ROPE_RAGGED
@@ -534,7 +572,7 @@ __device__ inline void walk(const Params& p) {
     // The host cannot know where a sequence starts.
     if (token.x * sizeof(ROPE_IN) % Vec<ROPE_IN, V>::kWordBytes ||
         token.y * sizeof(ROPE_OUT) % Vec<ROPE_OUT, V>::kWordBytes) {
-      const Split single{kLanes, 1, 1024 / kLanes};
+      const Split single{kLanes, 0, 1, 1024 / kLanes};
       do_heads<1, 1>(job, token, single, single, from, to, lane);
       return;
     }

@@ -14,6 +14,7 @@ MAX_WORD = 16  # bytes that one instruction moves
 # Tuned on an H200. A warp takes few units, so that the last warps do not run alone for long, but
 # enough to pay for the sines; narrow vectors need more of them.
 UNITS = 2
+TILE_UNITS = 8
 UNIT_BYTES = 16  # that a lane reads at once of a whole unit
 # Blocks of one warp leave no warp waiting for the slowest of its block, but blocks start at a
 # limited rate: they pay where there are many warps with something to do.
@@ -33,9 +34,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Split:
-    """How the lanes of a warp are dealt out: ``lanes`` to a head, ``heads`` heads at a time."""
+    """How the lanes of a warp are dealt out.
+
+    lanes: of one head row.  heads: of 2^log_tokens tokens each, at a time.
+    """
 
     lanes: int
+    log_tokens: int
     heads: int
 
     @property
@@ -46,12 +51,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one job is worked on.  part_heads: heads a warp takes.  parts: warps a token."""
+    """How one job is worked on.
+
+    turn, others: the channels that turn, the others.  part_heads: heads a warp takes.
+    parts: warps for all heads.  tiles: of tokens, in a batch entry.
+    """
 
     turn: Split
     others: Split
     part_heads: int
     parts: int
+    tiles: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,10 @@ class Shape:
     @property
     def parts(self) -> int:
         return sum(cut.parts for cut in self.cuts)
+
+    @property
+    def tiles(self) -> int:
+        return max(cut.tiles for cut in self.cuts)
 
 
 def widest_vector(jobs: Sequence[Job]) -> int:
@@ -105,40 +119,59 @@ def _fits(job: Job, vec: int) -> bool:
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
     cuts = tuple(_cut(job, vec) for job in jobs)
+    held = max(cut.turn.lanes << cut.turn.log_tokens for cut in cuts)
     angles = 1
-    while angles * LANES < max(cut.turn.lanes for cut in cuts) * vec:
+    while angles * LANES < held * vec:
         angles *= 2
-    tokens = max(job.dim[0] * job.dim[2] for job in jobs)
+    batch = max(job.dim[0] for job in jobs)
+    warps = batch * sum(cut.tiles * cut.parts for cut in cuts)
     is_busy = all(cut.part_heads >= UNITS * cut.turn.heads for cut in cuts)
-    is_large = tokens * sum(cut.parts for cut in cuts) >= MANY_WARPS
-    return Shape(vec, angles, 1 if is_busy and is_large else WARPS, cuts)
+    return Shape(vec, angles, 1 if is_busy and warps >= MANY_WARPS else WARPS, cuts)
 
 
 def _cut(job: Job, vec: int) -> Cut:
     """An even share of the heads for each warp, in whole units."""
-    turn, others = _split(job.pairs // vec), _split((job.dim[3] - 2 * job.pairs) // vec)
+    turn = _split(job.pairs // vec, _log_tokens(job, job.pairs // vec))
+    others = _split((job.dim[3] - 2 * job.pairs) // vec, turn.log_tokens)
     units = -(-job.dim[1] // turn.heads)
-    most = UNITS * max(1, UNIT_BYTES // (vec * job.x.dtype.itemsize))
+    most = (TILE_UNITS if turn.log_tokens else UNITS) * max(
+        1, UNIT_BYTES // (vec * job.x.dtype.itemsize)
+    )
     part_units = -(-units // -(-units // most))
     part_heads = part_units * turn.heads
-    return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads))
+    tiles = -(-job.dim[2] >> turn.log_tokens)
+    return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads), tiles)
 
 
-def _split(vectors: int) -> Split:
+def _log_tokens(job: Job, vectors: int) -> int:
+    """Tokens that share a unit: several where they lie closer than heads do, or heads are few."""
+    rows = LANES // min(LANES, vectors)
+    _, h, s, _ = job.dim
+    if job.offsets is not None:
+        return 0
+    heads = 1 if job.x.stride[2] < job.x.stride[1] else min(h, rows)
+    log_tokens = 0
+    while heads << log_tokens + 1 <= rows and 1 << log_tokens < s:
+        log_tokens += 1
+    return log_tokens
+
+
+def _split(vectors: int, log_tokens: int) -> Split:
     lanes = min(LANES, max(vectors, 1))
-    return Split(lanes, LANES // lanes)
+    while lanes << log_tokens > LANES:
+        log_tokens -= 1
+    return Split(lanes, log_tokens, LANES // (lanes << log_tokens))
 
 
-def grid_of(batch: int, tokens: int, parts: int, warps: int) -> Grid:
-    """The grid over ``batch`` entries of ``tokens`` tokens, inside the limits of the hardware."""
+def grid_of(batch: int, tiles: int, parts: int, warps: int) -> Grid:
+    """The grid over ``batch`` entries of ``tiles`` tiles, inside the limits of the hardware."""
     warps_s = 0
-    while 2**warps_s < min(warps, tokens):
+    while 2**warps_s < min(warps, tiles):
         warps_s += 1
-    tiles = -(-tokens // 2**warps_s)
     entries = -(-batch * 2**warps_s // warps)
     z = -(-entries // MAX_YZ)
     y = -(-entries // z)
-    grid = Grid(tiles * parts, y, z, warps_s)
+    grid = Grid(-(-tiles // 2**warps_s) * parts, y, z, warps_s)
     assert grid.x <= MAX_X, grid
     assert grid.z <= MAX_YZ, grid
     return grid
