@@ -144,6 +144,7 @@ class RaggedLaunch(DenseLaunch):
         most = 0
         for job, target in zip(self.jobs, (params.first, params.second), strict=False):
             target.x_room, target.y_room = _room(env[job.x.slot]), _room(env[job.y.slot])
+            target.offset_limit = max(target.x_room, target.y_room) // target.multiplier
             target.tokens = -(-target.y_room // job.x.stride[2])
             most = max(most, target.tokens)
         if most:

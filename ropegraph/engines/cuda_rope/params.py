@@ -14,7 +14,8 @@ _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ct
 # The same fields in the same order as struct Job and struct Params of rope.cu.
 _JOB: list[tuple[str, type]] = [
     ("x", _POINTER), ("y", _POINTER), ("angles", _POINTER), ("offsets", _POINTER),
-    ("multiplier", _I64), ("x_room", _I64), ("y_room", _I64),
+    ("multiplier", _I64), ("offset_limit", _I64), ("x_room", _I64), ("y_room", _I64),
+    ("token_magic", ctypes.c_uint64),
     ("x_b", _I64), ("x_h", _I64), ("x_s", _I64), ("x_d", _I64),
     ("y_b", _I64), ("y_h", _I64), ("y_s", _I64), ("y_d", _I64),
     ("angle_b", _I64), ("angle_s", _I64), ("angle_pair", _I64), ("angle_second", _I64),
@@ -90,7 +91,7 @@ def packed(jobs: Sequence[Job], shape: Shape, warps_s: int) -> bytes:
     for job, cut, target in zip(jobs, shape.cuts, (params.first, params.second), strict=False):
         _pack(target, job, cut)
     params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
-    params.parts_magic = 0 if shape.parts == 1 else -(-(2**64) // shape.parts)
+    params.parts_magic = _magic(shape.parts)
     params.warps_s = warps_s
     return bytes(params)
 
@@ -100,7 +101,8 @@ def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
     to.angle_b, to.angle_s = job.angles.batch, job.angles.row
     to.angle_pair, to.angle_second = job.angles.pair, job.angles.second
-    to.multiplier = 1 if job.offsets is None else job.offsets.multiplier
+    if job.offsets is not None:
+        to.multiplier, to.token_magic = job.offsets.multiplier, _magic(job.x.stride[2])
     to.batch, to.heads, to.rows, to.dim = job.dim
     to.tokens = job.dim[2]
     to.begin, to.pairs = job.begin, job.pairs
@@ -109,6 +111,11 @@ def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.pass_lanes, to.pass_log_tokens, to.pass_heads, to.pass_magic = _numbers(cut.others)
     to.adjoint, to.sign = int(job.is_adjoint), job.sign
     to.factor, to.scale = job.factor, job.scale
+
+
+def _magic(divisor: int) -> int:
+    """m with x * m >> 64 == x // divisor for x < 2^32; 0 stands for a divisor of 1."""
+    return 0 if divisor == 1 else -(-(2**64) // divisor)
 
 
 def _numbers(split: Split) -> tuple[int, int, int, int]:

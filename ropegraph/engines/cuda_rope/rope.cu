@@ -58,8 +58,9 @@ struct Job {
   ROPE_OUT* y;
   const float* angles;
   const ROPE_INDEX* offsets;           // ragged: [batch + 1], times multiplier
-  long long multiplier;
+  long long multiplier, offset_limit;  // no offset above this one lies in a buffer
   long long x_room, y_room;            // ragged: elements of the buffers
+  unsigned long long token_magic;      // 2^64 / x_s, rounded up; 0 if x_s is 1
   long long x_b, x_h, x_s, x_d;
   long long y_b, y_h, y_s, y_d;
   long long angle_b, angle_s;          // to the next table, to the next row of a table
@@ -206,6 +207,13 @@ __device__ inline long long y_extent(const Job& job) {
   return (job.heads - 1) * job.y_h + (job.dim - 1) * job.y_d + 1;
 }
 
+// Whole tokens in so many elements, which are not negative.
+__device__ inline long long tokens_in(const Job& job, long long elements) {
+  if (!job.token_magic) return elements;
+  const long long count = __umul64hi(elements, job.token_magic);
+  return count - (count * job.x_s > elements);
+}
+
 struct Sequence {
   long long start, stop;
   long long rows;   // that are rotated
@@ -222,13 +230,13 @@ __device__ inline Sequence sequence_of(const Job& job, int i) {
     return own;
   }
   // Before the product, which could overflow.
-  if (stop > max(job.x_room, job.y_room) / job.multiplier) {
+  if (stop > job.offset_limit) {
     own.fault = kBadReach;
     return own;
   }
   own.start = start * job.multiplier;
   own.stop = stop * job.multiplier;
-  own.rows = min((own.stop - own.start) / job.x_s, static_cast<long long>(job.rows));
+  own.rows = min(tokens_in(job, own.stop - own.start), static_cast<long long>(job.rows));
   const long long last = own.start + (own.rows - 1) * job.x_s;
   if (own.rows > 0 &&
       (last + x_extent(job) > job.x_room || last + y_extent(job) > job.y_room)) {
@@ -256,7 +264,7 @@ __device__ inline Token token_of(const Job& job, int, int k) {
   for (int end = job.batch; i < end;) {  // the first sequence that stops after `low`
     const int middle = i + (end - i) / 2;
     const long long stop = job.offsets[middle + 1];
-    if (stop > 0 && stop > low / job.multiplier) end = middle;
+    if (stop > job.offset_limit || (stop > 0 && stop * job.multiplier > low)) end = middle;
     else i = middle + 1;
   }
   token.x = token.y = low;
@@ -270,7 +278,7 @@ __device__ inline Token token_of(const Job& job, int, int k) {
     if (own.start >= high) return token;
     // The slot is not free; is it here that one of the sequence's tokens starts?
     token.fate = Fate::kSkip;
-    const long long s = own.start < low ? (low - own.start + job.x_s - 1) / job.x_s : 0;
+    const long long s = tokens_in(job, max(low - own.start, 0LL) + job.x_s - 1);
     const long long start = own.start + s * job.x_s;
     if (start >= min(high, own.stop)) continue;
     token.b = i;
