@@ -1,0 +1,1 @@
+"""Rotary kernels of our own, built by CuPy."""

@@ -1,0 +1,122 @@
+"""The parameter block of rope.cu, packed once; what changes from call to call is patched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ropegraph.engines.cuda_rope.job import Job
+from ropegraph.engines.cuda_rope.shape import Cut, Shape, Split, alignment
+
+_POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+# The same fields in the same order as struct Job and struct Params of rope.cu.
+_JOB: list[tuple[str, type]] = [
+    ("x", _POINTER), ("y", _POINTER), ("angles", _POINTER), ("offsets", _POINTER),
+    ("multiplier", _I64), ("offset_limit", _I64), ("x_room", _I64), ("y_room", _I64),
+    ("token_magic", ctypes.c_uint64),
+    ("x_b", _I64), ("x_h", _I64), ("x_s", _I64), ("x_d", _I64),
+    ("y_b", _I64), ("y_h", _I64), ("y_s", _I64), ("y_d", _I64),
+    ("angle_b", _I64), ("angle_s", _I64), ("angle_pair", _I64), ("angle_second", _I64),
+    ("batch", _I32), ("heads", _I32), ("rows", _I32), ("dim", _I32),
+    ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("part_heads", _I32),
+    ("turn_lanes", _I32), ("turn_log_tokens", _I32), ("turn_heads", _I32), ("turn_magic", _I32),
+    ("pass_lanes", _I32), ("pass_log_tokens", _I32), ("pass_heads", _I32), ("pass_magic", _I32),
+    ("adjoint", _I32), ("sign", _F32), ("factor", _F32), ("scale", _F32),
+]  # fmt: skip
+
+
+class JobParams(ctypes.Structure):
+    """struct Job."""
+
+    _fields_ = _JOB
+
+
+class Params(ctypes.Structure):
+    """struct Params."""
+
+    _fields_ = [
+        ("first", JobParams),
+        ("second", JobParams),
+        ("flag", _POINTER),
+        ("parts_magic", ctypes.c_uint64),
+        ("parts", _I32),
+        ("first_parts", _I32),
+        ("warps_s", _I32),
+        ("unused", _I32),
+    ]
+
+
+WORD = 8  # pointers and strides are words of 8 bytes; a patch names the word
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A word of the block that holds the address of the tensor in ``slot``.
+
+    mask: bits of the address that must be 0 for the vector kernel.
+    """
+
+    word: int
+    slot: int
+    mask: int
+
+
+def job_word(nth: int, field: str) -> int:
+    """The word of a field of job ``nth``."""
+    return (nth * ctypes.sizeof(JobParams) + getattr(JobParams, field).offset) // WORD
+
+
+FLAG = Params.flag.offset // WORD
+
+
+def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
+    """Every address that a call has to fill in."""
+    found: list[Pointer] = []
+    for nth, job in enumerate(jobs):
+        found += (
+            Pointer(job_word(nth, "x"), job.x.slot, alignment(job.x, vec) - 1),
+            Pointer(job_word(nth, "y"), job.y.slot, alignment(job.y, vec) - 1),
+            Pointer(job_word(nth, "angles"), job.angles.slot, 0),
+        )
+        if job.offsets is not None:
+            found.append(Pointer(job_word(nth, "offsets"), job.offsets.slot, 0))
+    return tuple(found)
+
+
+def packed(jobs: Sequence[Job], shape: Shape, warps_s: int) -> bytes:
+    """The block, with every address 0."""
+    params = Params()
+    for job, cut, target in zip(jobs, shape.cuts, (params.first, params.second), strict=False):
+        _pack(target, job, cut)
+    params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
+    params.parts_magic = _magic(shape.parts)
+    params.warps_s = warps_s
+    return bytes(params)
+
+
+def _pack(to: JobParams, job: Job, cut: Cut) -> None:
+    to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
+    to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
+    to.angle_b, to.angle_s = job.angles.batch, job.angles.row
+    to.angle_pair, to.angle_second = job.angles.pair, job.angles.second
+    if job.offsets is not None:
+        to.multiplier, to.token_magic = job.offsets.multiplier, _magic(job.x.stride[2])
+    to.batch, to.heads, to.rows, to.dim = job.dim
+    to.tokens = job.dim[2]
+    to.begin, to.pairs = job.begin, job.pairs
+    to.part_heads = cut.part_heads
+    to.turn_lanes, to.turn_log_tokens, to.turn_heads, to.turn_magic = _numbers(cut.turn)
+    to.pass_lanes, to.pass_log_tokens, to.pass_heads, to.pass_magic = _numbers(cut.others)
+    to.adjoint, to.sign = int(job.is_adjoint), job.sign
+    to.factor, to.scale = job.factor, job.scale
+
+
+def _magic(divisor: int) -> int:
+    """m with x * m >> 64 == x // divisor for x < 2^32; 0 stands for a divisor of 1."""
+    return 0 if divisor == 1 else -(-(2**64) // divisor)
+
+
+def _numbers(split: Split) -> tuple[int, int, int, int]:
+    return split.lanes, split.log_tokens, split.heads, split.magic

@@ -1,0 +1,603 @@
+// Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
+//
+// A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
+// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand them
+// round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is
+// what fits into 32 lanes where each lane holds V pairs of channels, two loads of 16 bytes in the
+// fast kernel: several heads of a token, or a head of several tokens, whichever lie side by side.
+//
+// Specialised at build by macros:
+//   ROPE_IN, ROPE_OUT      element types of what is read and written
+//   ROPE_READ_PAIRS        1: pairs (2i, 2i + 1) are read, 0: (i, i + r/2)
+//   ROPE_WRITE_PAIRS       the same for what is written
+//   ROPE_FULL              1: each written channel has its own column of the table
+//   ROPE_PASS              1: some channels lie outside the rotation
+//   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
+//   ROPE_INDEX             type of these offsets
+//   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
+//   ROPE_ANGLES            angles a lane takes there: V * lanes a head / 32, rounded up to 2^n
+//   ROPE_FLIGHT, ROPE_WARPS, ROPE_RESIDENT   units in flight; warps a block; warps an SM at least
+//
+// rope_any takes every base, stride and width. rope_vector takes what the host found to be aligned.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// How elements are moved: a tuning matter, it changes no value.
+#ifndef ROPE_LOAD
+#define ROPE_LOAD(from) (*(from))
+#endif
+#ifndef ROPE_STORE
+#define ROPE_STORE(to, word) (*(to) = (word))
+#endif
+
+namespace {
+
+constexpr int kLanes = 32;
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kColumns = ROPE_FULL ? 2 : 1;
+constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
+
+// Units of V pairs in flight: as many bytes, up to 8 units, where vectors are narrow.
+template <int V>
+constexpr int kFlight = V * sizeof(ROPE_IN) >= 16  ? ROPE_FLIGHT
+                        : V * sizeof(ROPE_IN) >= 8 ? 2 * ROPE_FLIGHT
+                                                   : 4 * ROPE_FLIGHT;
+
+// How the lanes of a warp are dealt out: `lanes` to a head row, 2^log_tokens tokens of `heads`
+// heads at a time.
+struct Split {
+  int lanes, log_tokens, heads;
+  int magic;  // 1024 / lanes, rounded up
+};
+
+// One rotation. Strides and offsets count elements and are 64 bits wide: a large outer stride takes
+// an offset past 2^31 in a small tensor.
+struct Job {
+  const ROPE_IN* x;
+  ROPE_OUT* y;
+  const float* angles;
+  const ROPE_INDEX* offsets;           // ragged: [batch + 1], times multiplier
+  long long multiplier, offset_limit;  // no offset above this one lies in a buffer
+  long long x_room, y_room;            // ragged: elements of the buffers
+  unsigned long long token_magic;      // 2^64 / x_s, rounded up; 0 if x_s is 1
+  long long x_b, x_h, x_s, x_d;
+  long long y_b, y_h, y_s, y_d;
+  long long angle_b, angle_s;          // to the next table, to the next row of a table
+  long long angle_pair, angle_second;  // to the next pair's column; from its first to its second
+  int batch, heads, rows, dim;         // b, h, s, d
+  int tokens;                          // tokens a batch entry; ragged: of the whole buffer
+  int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs)
+  int part_heads;                      // heads that one warp takes
+  Split turn, pass;                    // for the rotated channels, for the others
+  int adjoint;                         // 1: sines come from the partner's column
+  float sign;                          // of the sines: the direction
+  float factor, scale;                 // of the rotated channels; of the others
+};
+
+// grid.x: tiles of tokens times parts; a part is a warp's share of the heads of a token.
+// grid.y and grid.z together: batch entries, 1 if ragged.
+struct Params {
+  Job job[2];
+  unsigned* flag;
+  unsigned long long parts_magic;  // 2^64 / parts, rounded up; 0 if parts is 1
+  int parts;        // of both jobs together
+  int first_parts;  // of job 0
+  int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
+  int unused;
+};
+
+// x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
+__device__ inline unsigned quotient(unsigned x, unsigned long long magic) {
+  return magic ? static_cast<unsigned>(__umul64hi(x, magic)) : x;
+}
+
+// x / split.lanes, for x < 32.
+__device__ inline int rows_before(const Split& split, int x) { return x * split.magic >> 10; }
+
+// What a lane is dealt: head and token, counted from the first of the warp, vector of the head row;
+// and its place among all vectors of these tokens.
+struct Seat {
+  int head, token, vec, place;
+
+  __device__ Seat(const Split& split, int lane) {
+    const int row = rows_before(split, lane);
+    vec = lane - row * split.lanes;
+    token = row & ((1 << split.log_tokens) - 1);
+    head = row >> split.log_tokens;
+    place = token * split.lanes + vec;
+  }
+};
+
+// ---- elements -----------------------------------------------------------------------------------
+
+template <typename A, typename B>
+constexpr bool kIsSame = false;
+template <typename A>
+constexpr bool kIsSame<A, A> = true;
+
+// What moves in one instruction, by size.
+template <int Bytes>
+struct Word;
+template <>
+struct Word<2> { using Type = unsigned short; };
+template <>
+struct Word<4> { using Type = unsigned; };
+template <>
+struct Word<8> { using Type = uint2; };
+template <>
+struct Word<16> { using Type = uint4; };
+
+__device__ inline unsigned join(unsigned short low, unsigned short high) {
+  return low | static_cast<unsigned>(high) << 16;
+}
+
+// V elements in registers. They stay packed in 32 bits until they are used: as separate halves
+// they would take twice the registers.
+template <typename T, int V>
+struct Vec {
+  static constexpr int kBytes = V * int(sizeof(T));
+  static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;
+  static constexpr int kWords = kBytes / kWordBytes;
+  using W = typename Word<kWordBytes>::Type;
+  union {
+    W word[kWords];
+    unsigned bits[kBytes < 4 ? 1 : kBytes / 4];
+  };
+
+  __device__ void load(const T* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) word[i] = ROPE_LOAD(reinterpret_cast<const W*>(from) + i);
+  }
+
+  __device__ void store(T* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) ROPE_STORE(reinterpret_cast<W*>(to) + i, word[i]);
+  }
+
+  __device__ float get(int i) const {
+    if constexpr (kIsSame<T, float>) {
+      return __uint_as_float(bits[i]);
+    } else if constexpr (kIsSame<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? bits[i / 2] & 0xffff0000u : bits[i / 2] << 16);
+    } else {
+      const unsigned short half = i % 2 ? bits[i / 2] >> 16 : bits[i / 2] & 0xffffu;
+      return __half2float(__ushort_as_half(half));
+    }
+  }
+
+  // Elements i and i + 1 (i alone where V is 1): one instruction rounds two of them.
+  __device__ void set(int i, float x, float y) {
+    if constexpr (kIsSame<T, float>) {
+      bits[i] = __float_as_uint(x);
+      if constexpr (V > 1) bits[i + 1] = __float_as_uint(y);
+    } else if constexpr (kIsSame<T, __nv_bfloat16>) {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+      bits[i / 2] = join(__bfloat16_as_ushort(both.x), __bfloat16_as_ushort(both.y));
+    } else {
+      const __half2 both = __floats2half2_rn(x, y);
+      bits[i / 2] = join(__half_as_ushort(both.x), __half_as_ushort(both.y));
+    }
+  }
+};
+
+// ---- which token --------------------------------------------------------------------------------
+
+enum class Fate { kSkip, kTurn, kFill };
+
+// The first token of a warp: its table row (b, s), and where its channels start.
+struct Token {
+  Fate fate;
+  int b, s;
+  long long x, y;
+  float value;  // that fills it
+};
+
+#if ROPE_RAGGED
+
+// Bits of Params::flag.
+constexpr unsigned kBadOrder = 1;  // an offset is negative, or less than the one before
+constexpr unsigned kBadReach = 2;  // a sequence ends past its buffer
+
+// Elements from the first to the last one of a token, inclusive.
+__device__ inline long long x_extent(const Job& job) {
+  return (job.heads - 1) * job.x_h + (job.dim - 1) * job.x_d + 1;
+}
+__device__ inline long long y_extent(const Job& job) {
+  return (job.heads - 1) * job.y_h + (job.dim - 1) * job.y_d + 1;
+}
+
+// Whole tokens in so many elements, which are not negative.
+__device__ inline long long tokens_in(const Job& job, long long elements) {
+  if (!job.token_magic) return elements;
+  const long long count = __umul64hi(elements, job.token_magic);
+  return count - (count * job.x_s > elements);
+}
+
+struct Sequence {
+  long long start, stop;
+  long long rows;   // that are rotated
+  unsigned fault;
+};
+
+// Sequence i. With a fault, start and stop say nothing.
+__device__ inline Sequence sequence_of(const Job& job, int i) {
+  Sequence own{};
+  const long long before = i > 0 ? job.offsets[i - 1] : 0;
+  const long long start = job.offsets[i], stop = job.offsets[i + 1];
+  if (before < 0 || start < before || stop < start) {
+    own.fault = kBadOrder;
+    return own;
+  }
+  // Before the product, which could overflow.
+  if (stop > job.offset_limit) {
+    own.fault = kBadReach;
+    return own;
+  }
+  own.start = start * job.multiplier;
+  own.stop = stop * job.multiplier;
+  own.rows = min(tokens_in(job, own.stop - own.start), static_cast<long long>(job.rows));
+  const long long last = own.start + (own.rows - 1) * job.x_s;
+  if (own.rows > 0 &&
+      (last + x_extent(job) > job.x_room || last + y_extent(job) > job.y_room)) {
+    own.fault = kBadReach;
+  }
+  return own;
+}
+
+// Raise the flag for sequences that warp `nth` of `count` looks at.
+__device__ inline void check_offsets(const Params& p, const Job& job, long long nth,
+                                     long long count, int lane) {
+  for (long long i = nth * kLanes + lane; i < job.batch; i += count * kLanes) {
+    const unsigned fault = sequence_of(job, static_cast<int>(i)).fault;
+    if (fault) atomicOr(p.flag, fault);
+  }
+}
+
+// The token whose channels start in elements [k x_s, (k + 1) x_s) of the buffers. Both buffers have
+// the same offsets and stride along s. Memory of no sequence becomes zero; what a wrong offset
+// touches becomes NaN.
+__device__ inline Token token_of(const Job& job, int, int k) {
+  Token token{};
+  const long long low = k * job.x_s, high = low + job.x_s;
+  int i = 0;
+  for (int end = job.batch; i < end;) {  // the first sequence that stops after `low`
+    const int middle = i + (end - i) / 2;
+    const long long stop = job.offsets[middle + 1];
+    if (stop > job.offset_limit || (stop > 0 && stop * job.multiplier > low)) end = middle;
+    else i = middle + 1;
+  }
+  token.x = token.y = low;
+  token.fate = low + y_extent(job) <= job.y_room ? Fate::kFill : Fate::kSkip;
+  for (; i < job.batch; ++i) {
+    const Sequence own = sequence_of(job, i);
+    if (own.fault) {
+      token.value = nanf("");
+      return token;
+    }
+    if (own.start >= high) return token;
+    // The slot is not free; is it here that one of the sequence's tokens starts?
+    token.fate = Fate::kSkip;
+    const long long s = tokens_in(job, max(low - own.start, 0LL) + job.x_s - 1);
+    const long long start = own.start + s * job.x_s;
+    if (start >= min(high, own.stop)) continue;
+    token.b = i;
+    token.s = static_cast<int>(min(s, own.rows));
+    token.x = token.y = start;
+    if (s < own.rows) token.fate = Fate::kTurn;
+    else if (start + y_extent(job) <= min(own.stop, job.y_room)) token.fate = Fate::kFill;
+    return token;
+  }
+  return token;
+}
+
+#else
+
+__device__ inline Token token_of(const Job& job, int b, int s) {
+  return {Fate::kTurn, b, s, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s, 0.0f};
+}
+
+#endif
+
+// ---- angles -------------------------------------------------------------------------------------
+
+// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both read
+// and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch neighbouring
+// memory; else it holds the V pairs from vec * V on.
+template <int V>
+__device__ inline int pair_of(const Job& job, int vec, int k) {
+  if constexpr (V > 1 && ROPE_READ_PAIRS && ROPE_WRITE_PAIRS) {
+    constexpr int half = V / 2;
+    return vec * half + (k < half ? k : job.pairs / 2 + k - half);
+  } else {
+    return vec * V + k;
+  }
+}
+
+// Cosines and sines that a lane applies to its V pairs:
+//   y1 = x1 cos[0] - x2 sin[0],  y2 = x2 cos[last] + x1 sin[last].
+template <int V>
+struct Turn {
+  float cos[kColumns][V], sin[kColumns][V];
+};
+
+// What the lanes of a warp hold together: the angles of up to 32 vectors, of one table row after
+// the other. Lane l holds in slot a the angle of pair a * J + l % J of vector l / J, with J = V / A
+// angles of a vector a slot: so a reader knows the slot at compile time and asks one lane for it.
+template <int V, int A>
+struct Held {
+  static constexpr int J = V / A;
+  float angle[A][kColumns];
+
+  __device__ void fetch(const Job& job, const Token& first, const Split& split, int block,
+                        int lane) {
+    const int place = lane / J, token = rows_before(split, place);
+    const int vec = block + place - token * split.lanes;
+    const bool is_there = token < 1 << split.log_tokens && first.s + token < job.rows &&
+                          vec < job.pairs / V;
+    const float* row =
+        job.angles + first.b * job.angle_b + (first.s + token) * job.angle_s;
+#pragma unroll
+    for (int a = 0; a < A; ++a) {
+      const int pair = pair_of<V>(job, vec, a * J + lane % J);
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        angle[a][column] =
+            is_there ? row[pair * job.angle_pair + column * job.angle_second] : 0.0f;
+      }
+    }
+  }
+
+  // The share of the lane in this seat. All lanes must come here.
+  __device__ Turn<V> spread(const Job& job, const Split& split, const Seat& seat) const {
+    // Where a lane holds whole vectors and nobody else needs them, each has its own already.
+    const bool is_own = A == V && V > 1 && split.heads == 1;
+    Turn<V> turn;
+#pragma unroll
+    for (int a = 0; a < A; ++a) {
+      float cos[kColumns], sin[kColumns];
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        sincosf(angle[a][column], &sin[column], &cos[column]);
+        sin[column] *= job.sign;
+      }
+      if constexpr (kColumns == 2) {
+        const float sine = sin[0];
+        sin[0] = job.adjoint ? sin[1] : sine;
+        sin[1] = job.adjoint ? sine : sin[1];
+      }
+#pragma unroll
+      for (int k = 0; k < J; ++k) {
+        const int owner = seat.place * J + k;
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+          float& own_cos = turn.cos[column][a * J + k];
+          float& own_sin = turn.sin[column][a * J + k];
+          own_cos = is_own ? cos[column] : __shfl_sync(kAll, cos[column], owner);
+          own_sin = is_own ? sin[column] : __shfl_sync(kAll, sin[column], owner);
+        }
+      }
+    }
+    return turn;
+  }
+};
+
+// ---- the heads of a token -----------------------------------------------------------------------
+
+template <int V>
+__device__ inline void rotate(const Turn<V>& turn, float factor, const Vec<ROPE_IN, V>& a,
+                              const Vec<ROPE_IN, V>& c, Vec<ROPE_OUT, V>& to_a,
+                              Vec<ROPE_OUT, V>& to_c) {
+  const auto in = [&](int i) { return i < V ? a.get(i) : c.get(i - V); };
+  float y1[V], y2[V];
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    const float x1 = in(ROPE_READ_PAIRS ? 2 * k : k), x2 = in(ROPE_READ_PAIRS ? 2 * k + 1 : V + k);
+    y1[k] = factor * (x1 * turn.cos[0][k] - x2 * turn.sin[0][k]);
+    y2[k] = factor * (x2 * turn.cos[kColumns - 1][k] + x1 * turn.sin[kColumns - 1][k]);
+  }
+#pragma unroll
+  for (int k = 0; k < V; k += 2) {
+    if constexpr (ROPE_WRITE_PAIRS && V > 1) {
+      to_a.set(k, y1[k / 2], y2[k / 2]);
+      to_c.set(k, y1[(V + k) / 2], y2[(V + k) / 2]);
+    } else {
+      to_a.set(k, y1[k], y1[(k + 1) % V]);
+      to_c.set(k, y2[k], y2[(k + 1) % V]);
+    }
+  }
+}
+
+// Where a lane's two vectors start, in channels after the first rotated one.
+template <int V>
+__device__ inline void channels(const Job& job, int vec, bool pairs, int& first, int& second) {
+  const bool adjacent = pairs && (kMixed || V == 1);
+  first = vec * V * (adjacent ? 2 : 1);
+  second = first + (adjacent ? V : job.pairs);
+}
+
+// Rotate heads [from, to) of the tokens from `first` on. All lanes must come here.
+template <int V, int A>
+__device__ inline void turn_heads(const Job& job, const Token& first, const Split& split, int from,
+                                  int to, int lane) {
+  const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
+  const int vecs = job.pairs / V;
+  const Seat seat(split, lane);
+  // rope_vector is for up to 32 vectors: one round.
+  for (int block = 0; block < (V == 1 ? vecs : 1); block += kLanes) {
+    Held<V, A> held;
+    held.fetch(job, first, split, block, lane);
+
+    int x1, x2, y1, y2;
+    channels<V>(job, block + seat.vec, ROPE_READ_PAIRS, x1, x2);
+    channels<V>(job, block + seat.vec, ROPE_WRITE_PAIRS, y1, y2);
+    const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
+    const long long x_next = (x2 - x1) * x_d, y_next = (y2 - y1) * y_d;
+    int head = from + seat.head, wanted = head;
+    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + head * job.x_h +
+                       (job.begin + x1) * x_d;
+    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + head * job.y_h +
+                  (job.begin + y1) * y_d;
+    const bool is_there =
+        seat.head < split.heads && block + seat.vec < vecs && first.s + seat.token < job.rows;
+    const int end = is_there ? to : 0;
+
+    Vec<ROPE_IN, V> a[kFlight<V>], c[kFlight<V>];
+    const auto load = [&](int f) {
+      if (wanted < end) {
+        a[f].load(x);
+        c[f].load(x + x_next);
+      }
+      wanted += split.heads;
+      x += x_step;
+    };
+#pragma unroll
+    for (int f = 0; f < kFlight<V>; ++f) load(f);
+    // The first loads are on their way: the time until they arrive pays for the sines.
+    const Turn<V> turn = held.spread(job, split, seat);
+    for (int unit = from; unit < to; unit += kFlight<V> * split.heads) {
+      // In place, what one lane writes may be what another has yet to read.
+      if constexpr (kMixed) __syncwarp();
+#pragma unroll
+      for (int f = 0; f < kFlight<V>; ++f) {
+        if (head < end) {
+          Vec<ROPE_OUT, V> to_a, to_c;
+          rotate<V>(turn, job.factor, a[f], c[f], to_a, to_c);
+          to_a.store(y);
+          to_c.store(y + y_next);
+        }
+        head += split.heads;
+        y += y_step;
+        load(f);
+      }
+    }
+  }
+}
+
+// Channels outside the rotation: a copy of the bits, or one product. Never a product with 0 or 1,
+// which would turn Inf and NaN into other NaN.
+template <int V>
+__device__ inline void pass_heads(const Job& job, const Token& first, const Split& split, int from,
+                                  int to, int lane) {
+  constexpr bool is_same = kIsSame<ROPE_IN, ROPE_OUT>;
+  const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
+  const bool is_copy = job.scale == 1.0f;
+  if (is_same && is_copy && static_cast<const void*>(job.x) == static_cast<const void*>(job.y)) {
+    return;  // in place, they are there already
+  }
+  const int before = job.begin / V, vecs = (job.dim - 2 * job.pairs) / V;
+  const Seat seat(split, lane);
+  const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
+  // Fewer tokens at a time than are turned at a time, where these channels need more lanes.
+  for (int token = seat.token; token < 1 << job.turn.log_tokens; token += 1 << split.log_tokens) {
+    for (int block = 0; block < vecs; block += kLanes) {
+      const int vec = block + seat.vec;
+      const bool is_there = seat.head < split.heads && vec < vecs && first.s + token < job.rows;
+      const int end = is_there ? to : 0;
+      const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
+      int head = from + seat.head;
+      const ROPE_IN* x = job.x + first.x + token * job.x_s + head * job.x_h + channel * x_d;
+      ROPE_OUT* y = job.y + first.y + token * job.y_s + head * job.y_h + channel * y_d;
+
+      for (; head < end; head += kFlight<V> * split.heads) {
+        Vec<ROPE_IN, V> a[kFlight<V>];
+#pragma unroll
+        for (int f = 0; f < kFlight<V>; ++f) {
+          if (head + f * split.heads < end) a[f].load(x + f * x_step);
+        }
+#pragma unroll
+        for (int f = 0; f < kFlight<V>; ++f) {
+          if (head + f * split.heads >= end) continue;
+          Vec<ROPE_OUT, V> to_a;
+          if constexpr (is_same) to_a = a[f];
+          if (!is_same || !is_copy) {
+#pragma unroll
+            for (int k = 0; k < V; k += 2) {
+              to_a.set(k, a[f].get(k) * job.scale, a[f].get((k + 1) % V) * job.scale);
+            }
+          }
+          to_a.store(y + f * y_step);
+        }
+        x += kFlight<V> * x_step;
+        y += kFlight<V> * y_step;
+      }
+    }
+  }
+}
+
+// Every channel of heads [from, to) becomes token.value.
+template <int V>
+__device__ inline void fill_heads(const Job& job, const Token& token, int from, int to, int lane) {
+  const long long y_d = V == 1 ? job.y_d : 1;
+  Vec<ROPE_OUT, V> all;
+#pragma unroll
+  for (int k = 0; k < V; k += 2) all.set(k, token.value, token.value);
+  for (int head = from; head < to; ++head) {
+    for (int vec = lane; vec < job.dim / V; vec += kLanes) {
+      all.store(job.y + token.y + head * job.y_h + vec * V * y_d);
+    }
+  }
+}
+
+// ---- the grid -----------------------------------------------------------------------------------
+
+template <int V, int A>
+__device__ inline void do_heads(const Job& job, const Token& token, const Split& turn,
+                                const Split& pass, int from, int to, int lane) {
+  if (token.fate == Fate::kTurn) {
+    turn_heads<V, A>(job, token, turn, from, to, lane);
+    if constexpr (ROPE_PASS) pass_heads<V>(job, token, pass, from, to, lane);
+  } else if (token.fate == Fate::kFill) {
+    fill_heads<V>(job, token, from, to, lane);
+  }
+}
+
+template <int V, int A>
+__device__ inline void walk(const Params& p) {
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int tile = quotient(blockIdx.x, p.parts_magic);
+  int part = blockIdx.x - tile * p.parts;
+  const bool is_second = part >= p.first_parts;
+  const Job& job = p.job[is_second];
+  if (is_second) part -= p.first_parts;
+  const int s = ((tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1))) << job.turn.log_tokens;
+  const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
+                (warp >> p.warps_s);
+#if ROPE_RAGGED
+  if (b > 0) return;
+  if (part == 0) {
+    const long long warps = static_cast<long long>(gridDim.x / p.parts) << p.warps_s;
+    check_offsets(p, job, s, warps, lane);
+  }
+#else
+  if (b >= job.batch) return;
+#endif
+  if (s >= job.tokens) return;
+
+  const int from = part * job.part_heads, to = min(from + job.part_heads, job.heads);
+  const Token token = token_of(job, b, s);
+  if constexpr (ROPE_RAGGED && V > 1) {
+    // The host cannot know where a sequence starts.
+    if (token.x * sizeof(ROPE_IN) % Vec<ROPE_IN, V>::kWordBytes ||
+        token.y * sizeof(ROPE_OUT) % Vec<ROPE_OUT, V>::kWordBytes) {
+      const Split single{kLanes, 0, 1, 1024 / kLanes};
+      do_heads<1, 1>(job, token, single, single, from, to, lane);
+      return;
+    }
+  }
+  do_heads<V, A>(job, token, job.turn, job.pass, from, to, lane);
+}
+
+}  // namespace
+
+#if ROPE_VEC > 1
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, ROPE_RESIDENT / ROPE_WARPS)
+    rope_vector(const __grid_constant__ Params p) {
+  walk<ROPE_VEC, ROPE_ANGLES>(p);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32, 16 / ROPE_WARPS)
+    rope_any(const __grid_constant__ Params p) {
+  walk<1, 1>(p);
+}

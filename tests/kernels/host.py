@@ -1,0 +1,202 @@
+"""rope.cu on the CPU: built by g++ under sanitizers, fed with the launches of the real launcher.
+
+The launcher runs on CPU tensors with a driver that records instead of launching. What it recorded
+(parameter block, grid, kernel) and the bytes of the tensors go to a separate program, for a
+sanitized library kills a Python that is not. The program's results go back into the tensors.
+"""
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropegraph.engines.cuda_rope.job import Job, jobs_of
+from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, RaggedLaunch
+from ropegraph.engines.cuda_rope.params import Params
+from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
+from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
+from ropegraph.lowering.engine import Step
+from tests.kernels.cases import Case
+
+HERE = Path(__file__).parent
+FLAGS = (
+    "-std=c++17", "-O0", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-w",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
+)  # fmt: skip
+
+
+def cuda_headers() -> Path:
+    """NVIDIA's headers from the package index; they need no driver."""
+    found = pytest.importorskip("nvidia.cu13", reason="needs nvidia-cuda-runtime's headers")
+    return Path(next(iter(found.__path__))) / "include"
+
+
+@dataclass
+class Launch:
+    """What the driver was asked for."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    stream: int
+    params: bytes
+
+
+@dataclass
+class Recorder:
+    """A CUDA driver that writes down what it is asked for.  context: the current one."""
+
+    context: int = 1
+    launches: list[Launch] = field(default_factory=list[Launch])
+    contexts: list[int] = field(default_factory=list[int])
+
+    CUDADriverError = RuntimeError
+
+    def ctxGetCurrent(self) -> int:
+        return self.context
+
+    def ctxSetCurrent(self, ctx: int) -> None:
+        self.context = ctx
+        self.contexts.append(ctx)
+
+    def launchKernel(
+        self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int,
+        shared_bytes: int, stream: int, params: int, extra: int,
+    ) -> None:  # fmt: skip
+        assert (by, bz, shared_bytes, extra) == (1, 1, 0, 0)
+        block = ctypes.c_void_p.from_address(params).value
+        assert block is not None
+        data = ctypes.string_at(block, ctypes.sizeof(Params))
+        self.launches.append(Launch(f, (gx, gy, gz), bx, stream, data))
+
+
+VECTOR, SINGLE = 1, 2  # handles of the two kernels
+
+
+def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> DenseLaunch:
+    """The launcher that build() would make, on a recording driver."""
+    jobs = active_jobs(step)
+    loaded = Loaded(driver, 1, VECTOR, SINGLE)
+    shape = shape_of(jobs, widest_vector(jobs))
+    if jobs[0].offsets is None:
+        return DenseLaunch(step.name, jobs, loaded, shape)
+    assert flag is not None
+    return RaggedLaunch(step.name, jobs, loaded, shape, flag)
+
+
+def active_jobs(step: Step) -> tuple[Job, ...]:
+    return tuple(job for job in jobs_of(step) if not job.is_empty)
+
+
+def variant_for(step: Step) -> Variant:
+    """The variant that build() would compile."""
+    jobs = active_jobs(step)
+    return variant_of(jobs, shape_of(jobs, widest_vector(jobs)))
+
+
+def run(cases: Sequence[Case], where: Path) -> list[int]:
+    """Run every case, each on its own variant. Returns the kernel each took: VECTOR or SINGLE."""
+    variants = list(dict.fromkeys(variant_for(case.step) for case in cases))
+    program = build(variants, where)
+    data: list[bytes] = []
+    taken: list[int] = []
+    written: list[Tensor] = []
+    for case in cases:
+        driver = Recorder()
+        launcher(case.step, driver, case.flag)(case.env, 0)
+        (launch,) = driver.launches
+        taken.append(launch.function)
+        nth = 2 * variants.index(variant_for(case.step)) + launch.function - 1
+        record, stores = _record(nth, launch, [*case.env, case.flag])
+        data.append(record)
+        written += stores
+    (where / "in").write_bytes(_numbers(len(data)) + b"".join(data))
+    _execute(program, where)
+    back = memoryview((where / "out").read_bytes())
+    for store in written:
+        ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
+        back = back[store.numel() :]
+    assert not back
+    return taken
+
+
+def _record(nth: int, launch: Launch, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A launch for the program, and the bytes of each storage it touches, in order."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    stores = [torch.tensor([], dtype=torch.uint8).set_(s) for s in storages.values()]
+    patches: list[int] = []
+    words = struct.unpack(f"{len(launch.params) // 8}Q", launch.params)
+    addresses = {t.data_ptr() for t in tensors}
+    for word, content in enumerate(words):
+        if content not in addresses or content == 0:
+            continue
+        for i, store in enumerate(stores):
+            if 0 <= content - store.data_ptr() < max(store.numel(), 1):
+                patches += (word, i, content - store.data_ptr())
+    record = [_numbers(nth, *launch.grid, launch.threads, len(launch.params)), launch.params]
+    record.append(_numbers(len(stores)))
+    for store in stores:
+        content = ctypes.string_at(store.data_ptr(), store.numel())
+        record += (_numbers(len(content)), content)
+    record.append(_numbers(len(patches) // 3, *patches))
+    return b"".join(record), stores
+
+
+def _numbers(*values: int) -> bytes:
+    return struct.pack(f"{len(values)}q", *values)
+
+
+def _execute(program: Path, where: Path) -> None:
+    # Leaks are no matter here, and the leak checker cannot run where a debugger may not attach.
+    env = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [program, where / "in", where / "out"]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:6000]
+
+
+def build(variants: Sequence[Variant], where: Path) -> Path:
+    """The program with these variants in it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    lines: list[str] = []
+    entries: list[str] = []
+    for i, variant in enumerate(variants):
+        macros = variant.macros | {"rope_vector": f"rope_vector_{i}", "rope_any": f"rope_any_{i}"}
+        lines += (f"#define {name} {value}" for name, value in macros.items())
+        lines += (f"namespace v{i} {{", f'#include "{SOURCE.name}"', "Params held;")
+        for kernel in ("vector", "any"):
+            name = "any" if variant.vec == 1 else kernel
+            lines += (
+                f"void run_{kernel}(const char* params, Dim3 grid, unsigned threads) {{",
+                "  memcpy(&held, params, sizeof held);",
+                f"  host::launch([] {{ rope_{name}(held); }}, grid, threads);",
+                "}",
+            )
+            entries.append(f"  {{v{i}::run_{kernel}, sizeof(v{i}::Params)}},")
+        lines.append("}")
+        lines += (f"#undef {name}" for name in macros)
+    lines += (
+        "struct Kernel {",
+        "  void (*run)(const char*, Dim3, unsigned);",
+        "  size_t params_bytes;",
+        "};",
+        "const Kernel kKernels[] = {", *entries, "};",
+    )  # fmt: skip
+    (where / "variants.inc").write_text("\n".join(lines) + "\n")
+    program = where / "program"
+    includes = (f"-I{where}", f"-I{HERE}", f"-I{SOURCE.parent}", f"-I{cuda_headers()}")
+    done = subprocess.run(
+        [compiler, *FLAGS, *includes, HERE / "host_main.cpp", "-o", program],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[:6000]
+    return program

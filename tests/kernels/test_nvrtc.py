@@ -1,0 +1,80 @@
+"""Every kind of variant of rope.cu compiles on every architecture; the fast path spills nothing.
+
+The product of all macros is thousands of variants. Each value of each macro is compiled, each pair
+of dtypes with each pair of layouts, and the usual variants for every architecture.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ropegraph.dtypes import DType
+from ropegraph.engines.cuda_rope.variant import Variant
+from tests.kernels.nvrtc import compile_variant
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+DTYPES = (DType.BFLOAT16, DType.HALF, DType.FLOAT)
+LAYOUTS = ((False, False), (True, True), (True, False), (False, True))
+INDEXES = (None, None, DType.INT32, DType.INT64)
+
+
+def widest(read: DType, written: DType) -> int:
+    return 16 // min(read.itemsize, written.itemsize)
+
+
+def usual() -> Iterator[tuple[str, Variant]]:
+    """Rotations of one dtype and layout, dense or ragged, whole or partial, everywhere."""
+    for arch, dtype, (passes, index) in itertools.product(
+        ARCHS, DTYPES, ((False, None), (True, None), (True, DType.INT32))
+    ):
+        warps = 4 if passes else 1
+        vec = widest(dtype, dtype)
+        yield arch, Variant(dtype, dtype, False, False, False, passes, index, vec, 2, warps)
+
+
+def mixed() -> Iterator[tuple[str, Variant]]:
+    """Each pair of dtypes with each pair of layouts; everything else in turn."""
+    for i, ((read, written), layout) in enumerate(
+        itertools.product(itertools.product(DTYPES, DTYPES), LAYOUTS)
+    ):
+        vec = max(1, widest(read, written) >> i % 5 % 4)
+        angles = min(vec, 1 << i % 4)
+        full, passes, index = bool(i // 2 % 2), bool(i // 3 % 2), INDEXES[i % 4]
+        yield (
+            ARCHS[i % 4],
+            Variant(read, written, *layout, full, passes, index, vec, angles, 1 if i % 3 else 4),
+        )
+
+
+@pytest.mark.parametrize("plan", [usual, mixed])
+def test_compiles_without_spills(
+    plan: Callable[[], Iterator[tuple[str, Variant]]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    for arch, variant in plan():
+        found = compile_variant(variant, arch)
+        expected = {"rope_any", "rope_vector"} if variant.vec > 1 else {"rope_any"}
+        assert set(found) == expected, f"{variant} on {arch}"
+        for name, resources in found.items():
+            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            assert not resources.shared, f"{name}, {variant} on {arch}: {resources}"
+        if variant.vec > 1:
+            fast = found["rope_vector"]
+            assert fast.registers <= 128, f"{variant} on {arch}: {fast}"
+            assert not fast.spill, f"{variant} on {arch}: {fast}"
+
+
+def test_the_plans_name_every_value_of_every_macro() -> None:
+    seen: dict[str, set[str]] = {}
+    for _, variant in itertools.chain(usual(), mixed()):
+        for name, value in variant.macros.items():
+            seen.setdefault(name, set()).add(value)
+    types = {"__nv_bfloat16", "__half", "float"}
+    assert seen["ROPE_IN"] == types
+    assert seen["ROPE_OUT"] == types
+    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS", "RAGGED"):
+        assert seen[f"ROPE_{flag}"] == {"0", "1"}
+    assert seen["ROPE_INDEX"] == {"int", "long long"}
+    assert seen["ROPE_VEC"] == {"1", "2", "4", "8"}
+    assert seen["ROPE_ANGLES"] == {"1", "2", "4", "8"}
