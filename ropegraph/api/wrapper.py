@@ -64,7 +64,7 @@ class Graph:
         given = {"inputs": inputs, "outputs": outputs}
         lists = [[] if x is None else as_list(x, f"Graph: {n}") for n, x in given.items()]
         self._order = lists[0], lists[1]
-        self._built = False
+        self._names: dict[Any, str] = {}  # filled when the graph is built, and fixed from then on
 
     def __enter__(self) -> Graph:
         return self
@@ -72,7 +72,7 @@ class Graph:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is None:
             self._graph.build(self._heuristics)
-            self._built = True
+            self._names = self._look_up()
             if self._order[0] or self._order[1]:
                 self.set_io_tuples(*self._order)
 
@@ -116,9 +116,8 @@ class Graph:
                 raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
         self._order = names[0], names[1]
 
-    @functools.cached_property
-    def _names(self) -> dict[Any, str]:
-        """A tensor, its own name, its uid or a canonical name -> the name in the built graph."""
+    def _look_up(self) -> dict[Any, str]:
+        """A tensor, its own name, its uid or a canonical name -> the name in the graph."""
         names, found = self._graph.recorder.names(), dict[Any, str]()
         for node in self._graph.recorder.nodes:
             for port, tensor in {**node.inputs, **node.outputs}.items():
@@ -130,7 +129,8 @@ class Graph:
         return found
 
     def _resolve(self, given: Any) -> str:
-        name = self._names.get(given) if isinstance(given, Hashable) else None
+        names = self._names or self._look_up()
+        name = names.get(given) if isinstance(given, Hashable) else None
         if name is not None:
             return name
         known = [
@@ -142,7 +142,7 @@ class Graph:
 
     def __call__(self, *args: Any, handle: Handle | None = None, workspace: Any = None) -> Any:
         """Run on positional tensors in the order of ``inputs``, or on one dict."""
-        if not self._built:
+        if not self._names:
             raise GraphError("Graph: called before its with block ended")
         if len(args) == 1 and isinstance(args[0], dict):
             return self._call_with_dict(cast("dict[Any, Any]", args[0]), handle, workspace)

@@ -332,3 +332,13 @@ def test_io_types():
     with g:
         y = g.scale(g.tensor(X, name="x"), 2.0).set_output(True)
     assert y.get_data_type() is ropegraph.data_type.HALF
+
+
+def test_the_order_may_be_set_while_recording_goes_on():
+    with Graph(io_data_type=F32) as g:
+        y = g.rope(Q, TABLE, name="turn").set_output(True).set_name("y")
+        g.set_io_tuples(["turn::input", "turn::freqs"], ["y"])
+        g.scale(y, 2.0, name="double").set_output(True).set_name("z")
+        g.set_io_tuples(["turn::input", "turn::freqs"], ["z", "y"])
+    z, y = g(Q, TABLE)
+    torch.testing.assert_close(z, 2 * y)
