@@ -1,14 +1,14 @@
 """The caller's buffers, checked against the plan before anything is written.
 
 A set of buffers is checked once: as long as pointers, shapes, strides, dtypes and devices stay the
-same, the answer does too.
+same, the answer does too. Where the pointers alone change, only they are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from operator import index
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,14 +16,35 @@ from torch import Tensor
 from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import disjoint, overlaps
-from ropegraph.ir.graph import Value, rotated_by
+from ropegraph.ir.graph import Value, rotated_by, span
 from ropegraph.lowering.plan import Plan
 
 
-class Binder:
-    """Fills the list of tensors that executables read, from what the caller gave."""
+class Signature(NamedTuple):
+    """What identifies a set of buffers: addresses, and shape, stride, dtype, device of each."""
 
-    def __init__(self, plan: Plan) -> None:
+    addresses: list[int]
+    forms: list[Any]
+
+
+class _Checked(NamedTuple):
+    """A set of buffers that was found right.
+
+    reshaped: those whose shape must become the declared one.  spans: bytes that each reaches over.
+    """
+
+    signature: Signature
+    reshaped: list[tuple[int, Value]]
+    spans: list[int]
+
+
+class Binder:
+    """Fills the list of tensors that executables read, from what the caller gave.
+
+    aligned: values whose address must be a multiple of 16, for an engine that loads 16 bytes.
+    """
+
+    def __init__(self, plan: Plan, aligned: Collection[str] = ()) -> None:
         graph = plan.graph
         self.plan = plan
         self.values = graph.values
@@ -37,19 +58,22 @@ class Binder:
             for name, value in graph.values.items()
             if value.constant is not None
         }
-        # One attribute, replaced as a whole: threads may see an old pair, never half of one.
-        self._checked: tuple[list[Any], list[tuple[int, Value]]] = [], []
+        self.aligned = [i for i, (name, _) in enumerate(self.required) if name in aligned]
+        self._apart = self._pairs()
+        # One attribute, replaced as a whole: threads may see an old one, never half of one.
+        self._checked = _Checked(Signature([], []), [], [])
 
     def bind(
         self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
-    ) -> list[Any]:
+    ) -> Signature:
         """Put the buffers of all inputs and outputs into ``env``; return what identifies them.
 
         buffers: value name -> torch tensor, DLPack object or (host scalars) number.
         workspace: the caller's own, which must not be one of the buffers as well.
         Raises GraphError naming the value, what was given and what would work.
         """
-        signature: list[Any] = [] if workspace is None else [workspace.data_ptr()]
+        addresses: list[int] = []
+        forms: list[Any] = []
         for name, slot in self.required:
             try:
                 buffer = buffers[name]
@@ -61,25 +85,54 @@ class Binder:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
             try:
-                signature += (
-                    buffer.data_ptr(),
-                    buffer.shape,
-                    buffer.stride(),
-                    buffer.dtype,
-                    buffer.device,
-                )
+                addresses.append(buffer.data_ptr())
+                forms += (buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
             except RuntimeError as error:
                 raise GraphError(
                     f"{name!r} is bound to a tensor without plain memory "
                     f"({buffer.layout}, {buffer.device}); use a strided one"
                 ) from error
-        checked, reshaped = self._checked
-        if signature != checked:
-            reshaped = self._check(env, workspace)
-            self._checked = signature, reshaped
-        for slot, value in reshaped:
+        if workspace is not None:
+            addresses.append(workspace.data_ptr())
+        known = self._checked
+        if addresses != known.signature.addresses or forms != known.signature.forms:
+            known = self._recheck(known, Signature(addresses, forms), env, workspace)
+            self._checked = known
+        for slot, value in known.reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
-        return signature
+        return known.signature
+
+    def _recheck(
+        self, known: _Checked, signature: Signature, env: list[Any], workspace: Tensor | None
+    ) -> _Checked:
+        """The same check for other buffers: of their addresses alone, if all else is as it was."""
+        if signature.forms == known.signature.forms and workspace is None:
+            places, spans = signature.addresses, known.spans
+            if not any(
+                places[i] < places[j] + spans[j] and places[j] < places[i] + spans[i]
+                for i, j in self._apart
+            ) and not any(places[i] & 15 for i in self.aligned):
+                return known._replace(signature=signature)
+        reshaped = self._check(env, workspace)
+        spans = [
+            span(x.shape, x.stride()) * x.element_size()
+            for x in (env[slot] for _, slot in self.required)
+        ]
+        return _Checked(signature, reshaped, spans)
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Indices of buffers that may not share memory: an output, and what is used after it."""
+        graph = self.plan.graph
+        index_of = {name: i for i, (name, _) in enumerate(self.required)}
+        last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
+        return [
+            (index_of[output], j)
+            for i, node in enumerate(graph.nodes)
+            for output in node.outputs.values()
+            if not graph.is_virtual(output)
+            for name, j in index_of.items()
+            if name != output and (last_read.get(name, -1) >= i or name in graph.outputs)
+        ]
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):
@@ -141,6 +194,13 @@ class Binder:
             self._check_place(value, buffer)
             if value.ragged_offset is None and self._check_shape(value, buffer):
                 reshaped.append((slot, value))
+        for i in self.aligned:
+            name, slot = self.required[i]
+            if env[slot].data_ptr() & 15:
+                raise GraphError(
+                    f"the buffer of {name!r} starts at {env[slot].data_ptr():#x}, "
+                    f"which is no multiple of 16 bytes {self._wanted(name)} that is"
+                )
         self._check_overlap(env)
         if workspace is not None:
             for name, slot in self.required:

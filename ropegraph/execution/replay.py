@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ropegraph.execution.bind import Signature
+
 # A training loop alternates between few sets of buffers; a capture of two launches is small.
 KEPT = 8
 
@@ -22,9 +24,9 @@ class Replays:
 
     def __init__(self, run: Run, device: torch.device, stream: int) -> None:
         self.run, self.device, self.stream = run, device, stream
-        self.known: list[tuple[list[Any], Any]] = []
+        self.known: list[tuple[Signature, Any]] = []
 
-    def __call__(self, env: list[Any], signature: list[Any]) -> None:
+    def __call__(self, env: list[Any], signature: Signature) -> None:
         """Launch the steps on ``env``, whose buffers ``signature`` identifies."""
         place = next((i for i, (seen, _) in enumerate(self.known) if seen == signature), -1)
         # A caller who captures wants our launches in a graph of his own.
@@ -39,13 +41,14 @@ class Replays:
             graph = graph or self._capture(env)
             del self.known[place]
             self.known.insert(0, (signature, graph))
-        graph.launch(self._external)
+        self._launch(graph.graphExec, self.stream)
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""
         cupy: Any = import_module("cupy")
+        # Graph.launch of a stream object costs twice the call that it makes.
+        self._launch: Any = cupy.cuda.runtime.graphLaunch
         with cupy.cuda.Device(self.device.index):
-            self._external: Any = cupy.cuda.ExternalStream(self.stream, self.device.index)
             side = cupy.cuda.Stream(non_blocking=True)
             # Other threads may allocate or synchronize meanwhile; that is no business of ours.
             side.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)

@@ -59,6 +59,7 @@ class Executable(Protocol):
     executable's ``workspace_bytes`` asks for (no such attribute: none).
     An executable with ``can_be_captured = True`` launches on the stream, reads nothing on the host
     and allocates nothing, so that its launches may be captured once and replayed.
+    One with ``needs_alignment = True`` wants its floating tensors at multiples of 16 bytes.
     """
 
     def __call__(self, env: Sequence[Any], stream: int) -> None: ...

@@ -49,6 +49,7 @@ class Launch:
     """
 
     can_be_captured = True
+    needs_alignment = True
 
     def __init__(self, name: str, recipe: Recipe, plan: BuiltPlan) -> None:
         self.name, self.plan, self.index = name, plan, recipe.device.index
