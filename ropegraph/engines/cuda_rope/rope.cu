@@ -84,7 +84,7 @@ struct Params {
   int parts;        // of both jobs together
   int first_parts;  // of job 0
   int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
-  int unused;
+  int log_group;    // 2^log_group tiles run over one part before they run over the next
 };
 
 // x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
@@ -555,8 +555,9 @@ __device__ inline void do_heads(const Job& job, const Token& token, const Split&
 template <int V, int A>
 __device__ inline void walk(const Params& p) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const int tile = quotient(blockIdx.x, p.parts_magic);
-  int part = blockIdx.x - tile * p.parts;
+  const unsigned share = blockIdx.x >> p.log_group, group = quotient(share, p.parts_magic);
+  const int tile = (group << p.log_group) + (blockIdx.x - (share << p.log_group));
+  int part = share - group * p.parts;
   const bool is_second = part >= p.first_parts;
   const Job& job = p.job[is_second];
   if (is_second) part -= p.first_parts;
