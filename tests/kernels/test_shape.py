@@ -176,6 +176,12 @@ def test_a_unit_is_what_lies_side_by_side() -> None:
     assert split(job((2, 1, 1, 128))) == (4, 1)
 
 
+def test_a_single_head_does_not_burden_the_many_beside_it() -> None:
+    many, one = bshd(1, 4096, 128), bshd(1, 4096, 1)
+    assert shape_of((one,), 8).angles == 8
+    assert shape_of((many, one), 8).angles == shape_of((many,), 8).angles == 2
+
+
 def test_blocks_sweep_over_tokens_where_these_lie_closer() -> None:
     assert shape_of((bshd(2, 8192, 32),), 8).log_group == 0
     whole, long = (shape_of((job((1, 32, s, 128)),), 8) for s in (8192, 131_072))

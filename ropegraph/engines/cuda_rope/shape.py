@@ -128,7 +128,9 @@ def _fits(job: Job, vec: int) -> bool:
 
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
-    cuts = tuple(_cut(job, vec) for job in jobs)
+    # One kernel for all jobs takes as many sines a lane as the neediest: no job forces tokens on it.
+    log_tokens = min(_log_tokens(job, job.pairs // vec) for job in jobs)
+    cuts = tuple(_cut(job, vec, log_tokens) for job in jobs)
     held = max(cut.turn.lanes << cut.turn.log_tokens for cut in cuts)
     angles = 1
     while angles * LANES < held * vec:
@@ -143,9 +145,9 @@ def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     return Shape(vec, angles, 1 if is_busy and warps >= MANY_WARPS else WARPS, log_group, cuts)
 
 
-def _cut(job: Job, vec: int) -> Cut:
+def _cut(job: Job, vec: int, log_tokens: int) -> Cut:
     """An even share of the heads for each warp, in whole units."""
-    turn = _split(job.pairs // vec, _log_tokens(job, job.pairs // vec))
+    turn = _split(job.pairs // vec, log_tokens)
     others = _split((job.dim[3] - 2 * job.pairs) // vec, turn.log_tokens)
     units = -(-job.dim[1] // turn.heads)
     most = UNITS if job.offsets is None else RAGGED_UNITS
