@@ -15,7 +15,7 @@
 //   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
 //   ROPE_INDEX             type of these offsets
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
-//   ROPE_ANGLES            angles a lane takes there: V * lanes a head / 32, rounded up to 2^n
+//   ROPE_ANGLES            angles a lane takes there: those of a warp's tokens / 32, up to 2^n
 //   ROPE_FLIGHT, ROPE_WARPS, ROPE_RESIDENT   units in flight; warps a block; warps an SM at least
 //
 // rope_any takes every base, stride and width. rope_vector takes what the host found to be aligned.

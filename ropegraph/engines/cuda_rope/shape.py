@@ -128,7 +128,7 @@ def _fits(job: Job, vec: int) -> bool:
 
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
-    # One kernel for all jobs takes as many sines a lane as the neediest: no job forces tokens on it.
+    # One kernel serves all jobs: where one wants many tokens, the lanes of all take more sines.
     log_tokens = min(_log_tokens(job, job.pairs // vec) for job in jobs)
     cuts = tuple(_cut(job, vec, log_tokens) for job in jobs)
     held = max(cut.turn.lanes << cut.turn.log_tokens for cut in cuts)
