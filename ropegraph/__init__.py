@@ -22,7 +22,7 @@ from ropegraph.api.handle import (
     set_stream,
 )
 from ropegraph.api.pygraph import pygraph
-from ropegraph.api.tensor import Tensor as tensor
+from ropegraph.api.tensor import Tensor as tensor  # noqa: N813 - FE's name
 from ropegraph.api.wrapper import Graph, graph, graph_cache, jit
 from ropegraph.errors import (
     FoldContractError,
@@ -36,7 +36,7 @@ from ropegraph.ir.contract import FoldContract
 __version__ = "0.1.0"
 
 # FE's name for a graph that no engine takes.
-cudnnGraphNotSupportedError = UnsupportedError
+cudnnGraphNotSupportedError = UnsupportedError  # noqa: N816
 
 __all__ = [
     "FoldContract",

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
+import ropegraph as rg
+from ropegraph.cli.bench import command as bench
 from ropegraph.cli.demo import command as demo
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command line; each command's module adds its own options and sets ``run``."""
+    """The command line: each command's module adds its own options and sets ``run``."""
     whole = argparse.ArgumentParser(
         prog="python -m ropegraph",
         description="Graphs for rotary attention: record, fold, lower, execute, differentiate.",
     )
+    version = f"ropegraph {rg.__version__}, torch {torch.__version__}"
+    whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_to(commands)
+    bench.add_to(commands)
     return whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode gets question marks
+            stream.reconfigure(errors="replace")
     try:
         return options.run(options)
     except KeyboardInterrupt:

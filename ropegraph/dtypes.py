@@ -80,6 +80,16 @@ def as_dtype(given: object, argument: str = "data_type") -> DType:
     )
 
 
+def as_compute(given: object, argument: str = "compute_data_type") -> DType:
+    """Read the type to compute in: fp32 at least.  Raises GraphError for what holds no fraction."""
+    dtype = as_dtype(given, argument)
+    if dtype is not DType.NOT_SET and dtype not in FLOATS:
+        raise GraphError(
+            f"{argument}={dtype!r}; use {', '.join(f'data_type.{d.name}' for d in FLOATS)}"
+        )
+    return wider(dtype)
+
+
 def wider(*dtypes: DType) -> DType:
     """The widest floating type among ``dtypes`` as an accumulator: fp32, or fp64 if any is."""
     return DType.DOUBLE if DType.DOUBLE in dtypes else DType.FLOAT

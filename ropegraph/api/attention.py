@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, is_tensor, refuse_unknown
+from ropegraph.api.recording import Recorder
 from ropegraph.api.score_trace import trace
 from ropegraph.api.tensor import Tensor
-from ropegraph.dtypes import as_dtype
+from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
 from ropegraph.ir.score_mod import ScoreProgram, softcap
 
-Adopt = Callable[[Any, str], Tensor]
+_DLPACK_CPU = 1
 
 # FE keywords that mean nothing here, with the defaults at which they are accepted.
 UNSERVED: dict[str, Any] = {
@@ -40,23 +41,41 @@ UNSERVED_BACKWARD: dict[str, Any] = {
 class AttentionArguments:
     """Collects attributes and optional input ports of one sdpa or sdpa_backward call."""
 
-    def __init__(self, where: str, adopt: Adopt, q: Tensor, s_kv: int) -> None:
-        self.where, self.adopt = where, adopt
+    def __init__(self, where: str, recorder: Recorder, q: Tensor, s_kv: int) -> None:
+        self.where, self.recorder = where, recorder
         b, h_q, s_q, _ = q.get_dim() if len(q.get_dim()) == 4 else (0, 0, 0, 0)
         self.scores = (b, h_q, s_q, s_kv)
         self.attrs: dict[str, Any] = {}
         self.ports: dict[str, Tensor] = {}
 
+    def common(
+        self, given: Mapping[str, Any], ragged: list[str], unserved: Mapping[str, Any]
+    ) -> None:
+        """Read the keywords that sdpa and sdpa_backward share.
+
+        ragged: the ports whose tensors are ragged.  unserved: FE keywords without a meaning here.
+        """
+        self.hints(given, unserved, bool(ragged))
+        self.scale(given["attn_scale"])
+        self.tensor("bias", given["bias"])
+        self.flag("alibi", given["use_alibi_mask"], "use_alibi_mask")
+        self.band(given)
+        self.padding(given["use_padding_mask"], given["seq_len_q"], given["seq_len_kv"], ragged)
+        self.dropout(given["dropout"])
+        self.score_mod(given["score_mod"], given["softcap"])
+        self.tensor("sink_token", given["sink_token"])
+        self.flag("softmax_input_is_log2", given["softmax_input_is_log2"])
+
     def tensor(self, port: str, given: Any) -> None:
         """An optional input tensor."""
         if given is not None:
-            self.ports[port] = self.adopt(given, f"{self.where}: {port}")
+            self.ports[port] = self.recorder.adopt(given, f"{self.where}: {port}")
 
     def scale(self, given: Any) -> None:
         """attn_scale: None is 1, as in cuDNN; a number; or a one-element tensor."""
         if given is None:
             self.attrs["attn_scale"] = 1.0
-        elif isinstance(given, (int, float)) or not _is_tensor(given):
+        elif not _is_tensor(given):
             self.attrs["attn_scale"] = as_number(given, f"{self.where}: attn_scale")
         else:
             self.attrs["attn_scale"] = None
@@ -64,24 +83,20 @@ class AttentionArguments:
 
     def _scalar(self, given: Any, argument: str) -> Tensor:
         """A one-element tensor; a framework tensor on the CPU is passed by value."""
-        tensor = _rank4_of(self.adopt(given, f"{self.where}: {argument}"))
-        if not isinstance(given, Tensor) and given.device.type == "cpu":
+        tensor = _rank4_of(self.recorder.adopt(given, f"{self.where}: {argument}"))
+        if not isinstance(given, Tensor) and given.__dlpack_device__()[0] == _DLPACK_CPU:
             tensor.set_is_pass_by_value(True)
         return tensor
 
-    def band(
-        self,
-        causal: Any,
-        causal_bottom_right: Any,
-        window: Any,
-        alignment: Any,
-        left: Any,
-        right: Any,
-    ) -> None:
+    def band(self, given: Mapping[str, Any]) -> None:
         """The diagonal band, from FE's present and deprecated names."""
         where = self.where
-        causal = as_flag(causal, f"{where}: use_causal_mask")
-        bottom = as_flag(causal_bottom_right, f"{where}: use_causal_mask_bottom_right")
+        causal, bottom = (
+            as_flag(given[name], f"{where}: {name}")
+            for name in ("use_causal_mask", "use_causal_mask_bottom_right")
+        )
+        window, left = given["sliding_window_length"], given["diagonal_band_left_bound"]
+        right, alignment = given["diagonal_band_right_bound"], given["diagonal_alignment"]
         if causal and bottom:
             raise GraphError(
                 f"{where}: use_causal_mask and use_causal_mask_bottom_right are both True; "
@@ -135,16 +150,16 @@ class AttentionArguments:
         self.attrs["padding"] = use
         for name, tensor in lengths.items():
             if tensor is not None:
-                self.ports[name] = _rank4_of(self.adopt(tensor, f"{self.where}: {name}"))
+                self.ports[name] = _rank4_of(self.recorder.adopt(tensor, f"{self.where}: {name}"))
 
-    def dropout(self, given: Any, scalar: Callable[[int], Tensor]) -> None:
+    def dropout(self, given: Any) -> None:
         """dropout=(p, seed, offset); seed and offset are tensors or host integers."""
         if given is None:
             return
         where = f"{self.where}: dropout"
         if not isinstance(given, (tuple, list)):
             raise GraphError(f"{where}={given!r:.60}; use (probability, seed, offset)")
-        items: list[Any] = list(given)  # pyright: ignore[reportUnknownArgumentType]
+        items = list(cast("Sequence[Any]", given))
         if len(items) != 3 or _is_tensor(items[0]):
             raise GraphError(
                 f"{where} is given as (mask, scale), which is not supported; "
@@ -160,10 +175,10 @@ class AttentionArguments:
             if _is_tensor(item):
                 self.ports[port] = self._scalar(item, f"dropout {port}")
             else:
-                self.ports[port] = scalar(as_count(item, f"{where} {port}"))
+                self.ports[port] = self.recorder.host_integer(as_count(item, f"{where} {port}"))
 
     def score_mod(self, callback: Any, cap: Any) -> None:
-        """score_mod(graph, scores), or softcap as its shorthand."""
+        """A callback on (graph, scores), or softcap as its shorthand."""
         program: ScoreProgram | None = None
         if callback is not None and cap is not None:
             raise GraphError(f"{self.where}: give score_mod or softcap={cap}, not both")
@@ -173,7 +188,7 @@ class AttentionArguments:
                 raise GraphError(f"{self.where}: softcap={number}; use a positive number")
             program = softcap(number)
         elif callback is not None:
-            program, ports = trace(self.where, callback, self.scores, self.adopt)
+            program, ports = trace(self.where, callback, self.scores, self.recorder.adopt)
             self.ports.update(ports)
         self.attrs["score_mod"] = program
 
@@ -182,7 +197,7 @@ class AttentionArguments:
 
     def hints(self, given: Mapping[str, Any], unserved: Mapping[str, Any], ragged: bool) -> None:
         """Accept hints that change no number; refuse what has no meaning here, by name."""
-        rest = dict(given)
+        rest = dict(given["fe_arguments"])
         rest.pop("implementation", None)
         for name in ("max_total_seq_len_q", "max_total_seq_len_kv"):
             total = rest.pop(name, None)
@@ -190,8 +205,9 @@ class AttentionArguments:
                 as_count(total, f"{self.where}: {name}")
                 if not ragged:
                     raise GraphError(f"{self.where}: {name}={total} needs ragged q, k and v")
-        as_dtype(rest.pop("compute_data_type", None), f"{self.where}: compute_data_type")
-        refuse_unknown(self.where, rest, unserved)
+        compute = rest.pop("compute_data_type", None)
+        self.attrs["compute"] = as_compute(compute, f"{self.where}: compute_data_type")
+        refuse_unknown(self.where, rest, unserved, known=given)
 
 
 def generate_stats(where: str, stats: Any, inference: Any) -> bool:
@@ -207,12 +223,13 @@ def generate_stats(where: str, stats: Any, inference: Any) -> bool:
 
 
 def _is_tensor(given: Any) -> bool:
-    return isinstance(given, Tensor) or hasattr(given, "__dlpack__")
+    return isinstance(given, Tensor) or is_tensor(given)
 
 
 def _rank4_of(tensor: Tensor) -> Tensor:
     """[b] becomes [b, 1, 1, 1], and a 0-d scalar [1, 1, 1, 1], as FE promotes them."""
-    dim = tensor.get_dim()
+    dim, stride = tensor.get_dim(), tensor.get_stride()
     if len(dim) < 2:
-        tensor.set_dim([*dim, *[1] * (4 - len(dim))] if dim else [1, 1, 1, 1])
+        ones = [1] * (4 - len(dim))
+        tensor.set_dim([*dim, *ones]).set_stride([*stride, *ones])
     return tensor

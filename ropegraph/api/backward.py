@@ -6,23 +6,22 @@ then folds it as the forward was folded. So what runs is what a hand-made backwa
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from ropegraph.api.checks import as_list
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import (
-    Attention,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
-    Rotation,
     Scale,
     Sdpa,
     SdpaBackward,
     Sum,
     op_name,
+    shared,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ class _Derivation:
     def __init__(self, forward: pygraph, outputs: list[Any], inputs: list[Any]) -> None:
         self.forward = forward
         self.nodes = forward.recorder.nodes
-        self.outputs = [self._tensor(t, "outputs") for t in outputs]
-        self.inputs = [self._tensor(t, "inputs") for t in inputs]
+        self.outputs = self._tensors(outputs, "outputs")
+        self.inputs = self._tensors(inputs, "inputs")
         if not self.outputs or not self.inputs:
             raise GraphError("backward_graph: give at least one output and one input")
         for tensor in self.outputs:
@@ -54,11 +53,19 @@ class _Derivation:
         self.copies: dict[Tensor, Tensor] = {}
         self.partial: dict[Tensor, list[Tensor]] = {}
 
+    def _tensors(self, given: Any, argument: str) -> list[Tensor]:
+        """One tensor or several, each of them once."""
+        one = isinstance(given, (str, Tensor))
+        several = [given] if one else as_list(given, f"backward_graph: {argument}")
+        return list(dict.fromkeys(self._tensor(t, argument) for t in several))
+
     def _tensor(self, given: Any, argument: str) -> Tensor:
         if isinstance(given, str):
             return self.forward.find_tensor(given)
-        if not isinstance(given, Tensor) or given.graph is not self.forward:
-            raise GraphError(f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph")
+        if not isinstance(given, Tensor) or given.recorder is not self.forward.recorder:
+            raise GraphError(
+                f"backward_graph: {argument}: {given!r:.60} is no tensor of this graph"
+            )
         return given
 
     def _on_the_way(self) -> set[Tensor]:
@@ -79,6 +86,7 @@ class _Derivation:
             fold_contract=self.forward.fold_contract,
             **self.forward.settings,
         )
+        self.names = self.forward.recorder.names()
         for output in self.outputs:
             grad = self.backward.tensor(
                 output.get_dim(),
@@ -98,14 +106,11 @@ class _Derivation:
 
     def _export(self) -> None:
         """Mark what the backward needs; a graph that is built already must export it by itself."""
-        needed = [
-            t
-            for node in self.nodes
-            if set(node.outputs.values()) & self._reaching() and self._is_wanted(node)
-            for t in _needs(node, self.wanted)
-        ]
-        for node in self.nodes:
-            if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs and self._is_wanted(node):
+        reaching = self._reaching()
+        nodes = [n for n in self.nodes if set(n.outputs.values()) & reaching and self._is_wanted(n)]
+        needed = [t for node in nodes for t in _needs(node, self.wanted)]
+        for node in nodes:
+            if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs:
                 raise GraphError(
                     f"backward_graph: sdpa {node.name!r} gives no Stats; "
                     "record it with generate_stats=True"
@@ -139,7 +144,9 @@ class _Derivation:
                 self._rope(node, attrs)
             case Scale(factor):
                 grad = self._gradient(node.outputs["output"])
-                made = self._record(Scale(factor), f"{node.name}_backward", {"input": grad}, "output")
+                made = self._record(
+                    Scale(factor), f"{node.name}_backward", {"input": grad}, "output"
+                )
                 self._add(node.inputs["input"], made["output"])
             case Sdpa() as attrs:
                 self._sdpa(node, attrs)
@@ -151,11 +158,12 @@ class _Derivation:
 
     def _rope(self, node: RecordedNode, attrs: Rope) -> None:
         grad = self._gradient(node.outputs["output"])
-        plain = {f.name: getattr(attrs, f.name) for f in fields(Rotation)}
         freqs = self._copy(node.inputs["freqs"])
         name = f"{node.name}_backward"
         if node.inputs["input"] in self.wanted:
-            made = self._record(RopeBackward(**plain), name, {"dY": grad, "freqs": freqs}, "dX")
+            made = self._record(
+                RopeBackward(**shared(attrs)), name, {"dY": grad, "freqs": freqs}, "dX"
+            )
             self._add(node.inputs["input"], made["dX"])
         if node.inputs["freqs"] in self.wanted:
             if node.inputs["input"].get_ragged_offset() is not None:
@@ -164,7 +172,7 @@ class _Derivation:
                 )
             x = self._copy(node.inputs["input"])
             ports = {"input": x, "dY": grad, "freqs": freqs}
-            made = self._record(RopeFreqsGrad(**plain), f"{name}_freqs", ports, "dfreqs")
+            made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
@@ -182,7 +190,6 @@ class _Derivation:
             raise GraphError(
                 f"backward_graph: Stats of sdpa {node.name!r} has no gradient; ask for O only"
             )
-        plain = {f.name: getattr(attrs, f.name) for f in fields(Attention)}
         ports = {p: self._copy(node.inputs[p]) for p in ("q", "k", "v")}
         ports["o"] = self._copy(node.outputs["O"])
         ports["dO"] = self._gradient(node.outputs["O"])
@@ -191,13 +198,13 @@ class _Derivation:
         ports |= {p: self._copy(node.inputs[p]) for p in optional}
         grads = {p: g for p, g in _ATTENTION_GRADS.items() if node.inputs.get(p) in self.wanted}
         made = self._record(
-            SdpaBackward(**plain), f"{node.name}_backward", ports, *grads.values()
+            SdpaBackward(**shared(attrs)), f"{node.name}_backward", ports, *grads.values()
         )
         for port, grad in grads.items():
             self._add(node.inputs[port], made[grad])
 
     def _record(self, attrs: Any, name: str, inputs: dict[str, Tensor], *outputs: str) -> Any:
-        return self.backward.recorder.record(self.backward, attrs, name, inputs, outputs)
+        return self.backward.recorder.record(attrs, name, inputs, outputs)
 
     def _add(self, tensor: Tensor, grad: Tensor) -> None:
         """One more term of a tensor's gradient, laid out like the tensor."""
@@ -225,28 +232,42 @@ class _Derivation:
 
     def _expose(self, tensor: Tensor) -> None:
         if tensor not in self.partial:
-            raise GraphError(
-                f"backward_graph: the outputs do not depend on {tensor.get_name()!r}"
-            )
+            raise GraphError(f"backward_graph: the outputs do not depend on {tensor.get_name()!r}")
         grad = self._gradient(tensor)
         if grad.spec.producer is None:
             raise GraphError(
                 f"backward_graph: {tensor.get_name()!r} is an output itself; its gradient is given"
             )
+        if self._carries_a_fold(tensor):
+            # A node of its own, so that the fold has where to return the scale to.
+            made = self._record(Scale(1.0), f"d{self._name(tensor)}", {"input": grad}, "output")
+            del self.partial[tensor]
+            self._add(tensor, made["output"])
+            grad = made["output"]
         grad.set_output(True).set_name(f"d{self._name(tensor)}")
+
+    def _carries_a_fold(self, tensor: Tensor) -> bool:
+        """True if a fold of the forward scaled ``tensor``: its gradient must not show that."""
+        entries = self.forward.fold_contract.entries
+        return any(
+            factor != 1.0 and node.inputs[port] is tensor
+            for node in self.nodes
+            if isinstance(node.attrs, Sdpa) and node.name in entries
+            for port, factor in zip(("q", "k"), entries[node.name].factors, strict=True)
+        )
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """The forward's tensor as an input of the backward, under the same name."""
         if tensor not in self.copies:
             copy = self.backward.tensor_like(tensor, name=self._name(tensor))
             copy.set_is_pass_by_value(tensor.get_is_pass_by_value())
-            copy.spec.bound = tensor.spec.bound
+            copy.spec.bound, copy.spec.constant = tensor.spec.bound, tensor.spec.constant
             self.copies[tensor] = copy
             self._share_offset(copy, tensor)
         return self.copies[tensor]
 
     def _name(self, tensor: Tensor) -> str:
-        return self.forward.recorder.names()[tensor]
+        return self.names[tensor]
 
 
 def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypeVar, cast
 
 from ropegraph.errors import GraphError
+
+Word = TypeVar("Word", bound=str)
 
 
 def as_dims(given: object, argument: str) -> tuple[int, ...]:
@@ -21,7 +24,9 @@ def as_strides(given: object, dim: tuple[int, ...], argument: str) -> tuple[int,
     """Read strides in elements: one per dim, none negative."""
     strides = _integers(given, argument)
     if len(strides) != len(dim):
-        raise GraphError(f"{argument}={list(strides)} has {len(strides)} entries for dim {list(dim)}")
+        raise GraphError(
+            f"{argument}={list(strides)} has {len(strides)} entries for dim {list(dim)}"
+        )
     if any(s < 0 for s in strides):
         raise GraphError(f"{argument}={list(strides)} has a negative stride; use 0 or more")
     return strides
@@ -29,61 +34,97 @@ def as_strides(given: object, dim: tuple[int, ...], argument: str) -> tuple[int,
 
 def _integers(given: object, argument: str) -> tuple[int, ...]:
     try:
-        items = tuple(given)  # pyright: ignore
+        items = tuple(cast("Iterable[Any]", given))
         numbers = tuple(int(n) for n in items)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise GraphError(f"{argument}={given!r} is not a list of integers") from None
     if any(n != m for n, m in zip(numbers, items, strict=True)):
         raise GraphError(f"{argument}={given!r} is not a list of integers")
     return numbers
 
 
+def is_tensor(given: object) -> bool:
+    """True for torch, numpy and other framework tensors: what DLPack can exchange."""
+    return hasattr(given, "__dlpack__")
+
+
 def as_number(given: object, argument: str) -> float:
     """Read a finite host number: int, float, or anything with __float__ but a tensor."""
-    if isinstance(given, bool) or not hasattr(given, "__float__"):
-        raise GraphError(f"{argument}={given!r} is not a number")
-    number = float(given)  # pyright: ignore
+    if is_tensor(given):
+        raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
+    if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
+        raise GraphError(f"{argument}={given!r:.60} is not a number")
+    try:
+        number = float(cast(Any, given))
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
-        raise GraphError(f"{argument}={number} is not finite")
+        raise GraphError(f"{argument}={given!r:.60} is not finite")
     return number
 
 
 def as_count(given: object, argument: str, low: int = 0) -> int:
-    """Read an integer of at least ``low``."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise GraphError(f"{argument}={given!r} is not an integer; use {low} or more")
-    number = int(given)  # pyright: ignore
+    """Read an integer of at least ``low`` that int64 can hold."""
+    if isinstance(given, bool) or is_tensor(given) or not hasattr(given, "__index__"):
+        raise GraphError(f"{argument}={given!r:.60} is not a host integer; use {low} or more")
+    number = int(cast(Any, given))
     if number < low:
         raise GraphError(f"{argument}={number}; use {low} or more")
+    if number >= 2**63:
+        raise GraphError(f"{argument}={number}; use less than 2**63")
     return number
 
 
-def as_choice(given: object, argument: str, choices: Iterable[str]) -> str:
+def as_choice(given: object, argument: str, words: tuple[Word, ...]) -> Word:
     """Read one of a few words."""
-    words = tuple(choices)
-    if given not in words:
-        raise GraphError(f"{argument}={given!r}; use one of {', '.join(map(repr, words))}")
-    return str(given)
+    for word in words:
+        if isinstance(given, str) and given == word:
+            return word
+    raise GraphError(f"{argument}={given!r:.60}; use one of {', '.join(map(repr, words))}")
+
+
+def as_name(given: object, argument: str = "name") -> str:
+    """Read a name: text, or a number as text; None and "" stand for no name."""
+    if given is None or isinstance(given, (str, int)):
+        return "" if given is None else str(given)
+    raise GraphError(f"{argument}={given!r:.60} is no name; use text")
+
+
+def as_list(given: object, argument: str) -> list[Any]:
+    """Read a list, a tuple or anything else to go through but text and tensors."""
+    if not is_tensor(given) and not isinstance(given, str) and isinstance(given, Iterable):
+        return list(cast("Iterable[Any]", given))
+    raise GraphError(f"{argument}={given!r:.60}; use a list")
 
 
 def as_flag(given: object, argument: str) -> bool:
-    """Read a bool; None means False."""
-    if given is None or isinstance(given, bool):
+    """Read a bool, numpy's too; None means False."""
+    if given is None or type(given).__name__ in ("bool", "bool_"):
         return bool(given)
-    raise GraphError(f"{argument}={given!r}; use True or False")
+    raise GraphError(f"{argument}={given!r:.60}; use True or False")
 
 
-def refuse_unknown(where: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def refuse_unknown(
+    where: str,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    known: Iterable[str] = (),
+) -> None:
     """Accept cuDNN Frontend keywords at their defaults; refuse all else by name.
 
     given: the keywords left over.  defaults: keywords that exist in FE 1.32 but mean nothing here.
+    known: the keywords that were read, for a hint at a misspelt one.
     """
     for keyword, value in given.items():
         if keyword not in defaults:
-            raise GraphError(f"{where}: {keyword}={value!r} is no argument of this operation")
+            near = get_close_matches(keyword, (*known, *defaults), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise GraphError(f"{where}: {keyword}={value!r:.60} is no argument here{hint}")
         default = defaults[keyword]
-        if value is not default and value != default:
+        # A tensor compares element by element: only plain values may equal a default.
+        is_plain = isinstance(value, (bool, int, float, str))
+        if value is not default and not (is_plain and value == default):
             raise GraphError(
-                f"{where}: {keyword}={value!r} is not supported; "
+                f"{where}: {keyword}={value!r:.60} is not supported; "
                 f"leave it out, or at its default {default!r}"
             )

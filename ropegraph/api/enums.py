@@ -33,7 +33,7 @@ class diagonal_alignment(Enum):  # noqa: N801
 
 
 class attention_implementation(Enum):  # noqa: N801
-    """A hint to cudnn.sdpa."""
+    """Which of FE's nodes serves sdpa. Accepted as a hint."""
 
     AUTO = 0
     COMPOSITE = 1

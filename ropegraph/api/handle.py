@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ropegraph.api.checks import as_count
+from ropegraph.compile import device_of
+from ropegraph.engines.cudnn_sdpa.facts import version_name
 from ropegraph.errors import GraphError
 
 
@@ -22,6 +25,14 @@ class Handle:
             raise GraphError("this handle was destroyed; make another with create_handle()")
 
 
+def as_handle(given: object, argument: str = "handle") -> Handle:
+    """Read a handle that is open."""
+    if not isinstance(given, Handle):
+        raise GraphError(f"{argument}={given!r:.60}; use what create_handle() returns")
+    given.require_open()
+    return given
+
+
 def create_handle() -> Handle:
     """A handle for the current CUDA device, or for the CPU where there is none."""
     if torch.cuda.is_available():
@@ -31,18 +42,17 @@ def create_handle() -> Handle:
 
 def destroy_handle(handle: Handle) -> None:
     """Close a handle; executing with it raises from then on."""
-    handle.is_open = False
+    as_handle(handle).is_open = False
 
 
 def set_stream(handle: Handle, stream: int) -> None:
     """Run what uses ``handle`` on a CUDA stream, given by its address."""
-    handle.require_open()
-    handle.stream = int(stream)
+    as_handle(handle).stream = as_count(stream, "stream")
 
 
 def get_stream(handle: Handle) -> int:
     """The stream of a handle; torch's current one unless set_stream was called. 0 on a CPU."""
-    handle.require_open()
+    as_handle(handle)
     if handle.stream is not None:
         return handle.stream
     if handle.device.type == "cuda":
@@ -59,8 +69,7 @@ def backend_version() -> int:
 
 def backend_version_string() -> str:
     """backend_version() as text: "9.19.0"."""
-    version = backend_version()
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return version_name(backend_version())
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,9 @@ class DeviceProperties:
 
 def create_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
     """The properties of a device, by default of the one that create_handle() would take."""
-    where = create_handle().device if device is None else torch.device(device)
-    if where.type != "cuda":
-        return DeviceProperties(where.type, 0)
-    major, minor = torch.cuda.get_device_capability(where)
-    return DeviceProperties("cuda", 10 * major + minor)
+    try:
+        where = create_handle().device if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise GraphError(f"create_device_properties: device={device!r:.60}: {error}") from error
+    found = device_of(where)
+    return DeviceProperties(found.type, found.sm)

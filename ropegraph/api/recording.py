@@ -1,22 +1,20 @@
-"""The mutable half of a graph: tensors and nodes as they are recorded, until freeze()."""
+"""The mutable half of a graph: tensors and nodes as they are recorded, until they are frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ropegraph.api.checks import as_dims, as_strides
-from ropegraph.api.tensor import Tensor, packed_like, row_major
-from ropegraph.dtypes import DType, as_dtype, wider
+from ropegraph.api.checks import as_count, as_dims, as_name
+from ropegraph.api.tensor import Tensor, packed_like
+from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
-from ropegraph.ir.contract import FoldContract
-from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import Attention, Op, Rotation, op_name
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import NAMES, Op, op_name
 from ropegraph.ir.shapes import infer
-from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
 
 
 @dataclass
@@ -30,7 +28,7 @@ class RecordedNode:
 
 
 class Recorder:
-    """Tensors and nodes in the order of recording. freeze() turns them into an ir.Graph."""
+    """Tensors and nodes in the order of recording; freeze.py turns them into an ir.Graph."""
 
     def __init__(self, name: str, io: DType, compute: DType) -> None:
         self.name, self.io, self.compute = name, io, compute
@@ -47,59 +45,64 @@ class Recorder:
                 "record everything first, or start a new graph"
             )
 
-    def add_tensor(self, graph: Any, dim: object, name: str = "") -> Tensor:
+    def add_tensor(self, dim: object, name: str = "") -> Tensor:
         self.require_open("add a tensor")
-        tensor = Tensor(graph, as_dims(dim, f"tensor {name!r}: dim"), str(name or ""))
+        name = as_name(name, "tensor: name")
+        tensor = Tensor(self, as_dims(dim, f"tensor {name!r}: dim"), name)
         self.tensors.append(tensor)
         return tensor
 
-    def add_like(self, graph: Any, template: Any, name: str = "") -> Tensor:
-        """A handle with the dims, strides and data type of a framework or graph tensor."""
-        if isinstance(template, Tensor):
-            tensor = self.add_tensor(graph, template.get_dim(), name)
-            tensor.spec.stride, tensor.spec.dtype = tuple(template.get_stride()), template.get_data_type()
-            return tensor
-        if not isinstance(template, torch.Tensor):
-            if not hasattr(template, "__dlpack__"):
-                raise GraphError(
-                    f"tensor_like({template!r:.60}): use a torch tensor, a graph tensor or an "
-                    "object with __dlpack__"
-                )
-            template = torch.from_dlpack(template)  # pyright: ignore
-        tensor = self.add_tensor(graph, template.shape, name)
-        tensor.set_stride(template.stride()).set_data_type(template.dtype)
+    def host_integer(self, number: int) -> Tensor:
+        """A host scalar that carries its own value."""
+        tensor = self.add_tensor([1, 1, 1, 1])
+        tensor.set_data_type(DType.INT64).set_is_pass_by_value(True)
+        tensor.spec.constant = number
         return tensor
 
-    def adopt(self, graph: Any, given: Any, where: str) -> Tensor:
-        """The handle for an argument: the caller's own, or a new one bound to a framework tensor."""
+    def add_like(self, template: Any, name: str = "", where: str = "tensor_like") -> Tensor:
+        """A handle with the dims, strides and data type of a framework or graph tensor."""
+        if isinstance(template, Tensor):
+            tensor = self.add_tensor(template.get_dim(), name)
+            tensor.spec.stride, tensor.spec.dtype = (
+                tuple(template.get_stride()),
+                template.get_data_type(),
+            )
+            return tensor
+        array = _as_torch(template, where)
+        dtype = as_dtype(array.dtype, f"{where}: data_type")
+        tensor = self.add_tensor(array.shape, name)
+        return tensor.set_stride(array.stride()).set_data_type(dtype)
+
+    def adopt(self, given: Any, where: str) -> Tensor:
+        """The handle for an argument: the caller's own, or one bound to a framework tensor."""
         if isinstance(given, Tensor):
-            if given.graph is not graph:
+            if given.recorder is not self:
                 raise GraphError(f"{where}: tensor {given.get_name()!r} belongs to another graph")
             return given
         if isinstance(given, torch.Tensor) or hasattr(given, "__dlpack__"):
             if id(given) not in self._adopted:
-                tensor = self.add_like(graph, given)
+                tensor = self.add_like(given, where=where)
                 tensor.spec.bound = given.detach() if isinstance(given, torch.Tensor) else given
                 # The pair keeps the object alive, so that its id stays its own.
                 self._adopted[id(given)] = given, tensor
             return self._adopted[id(given)][1]
         raise GraphError(f"{where}={given!r:.60} is not a tensor of this graph or a torch tensor")
 
-    def node_name(self, op: Op, given: str) -> str:
+    def node_name(self, kind: type[Op], given: object) -> str:
         """The caller's name, or ``<op>.<n>``.  Raises GraphError on a duplicate."""
-        taken = {n.name for n in self.nodes}
-        if given:
-            if given in taken:
-                raise GraphError(f"{op_name(op)} {given!r}: another node has that name")
-            return str(given)
-        count = sum(isinstance(n.attrs, type(op)) for n in self.nodes)
-        while f"{op_name(op)}.{count}" in taken:
+        taken, word = {n.name for n in self.nodes}, NAMES[kind]
+        name = as_name(given, f"{word}: name")
+        if name in taken:
+            raise GraphError(f"{word} {name!r}: another node has that name")
+        if name:
+            return name
+        count = sum(isinstance(n.attrs, kind) for n in self.nodes)
+        while f"{word}.{count}" in taken:
             count += 1
-        return f"{op_name(op)}.{count}"
+        return f"{word}.{count}"
 
     def record(
         self,
-        graph: Any,
         attrs: Op,
         name: str,
         inputs: Mapping[str, Tensor],
@@ -111,13 +114,13 @@ class Recorder:
         Raises GraphError, and leaves the graph as it was, if a shape does not fit.
         """
         self.require_open(f"record {op_name(attrs)}")
-        name = self.node_name(attrs, name)
+        name = self.node_name(type(attrs), name)
         dims = infer(name, attrs, {p: tuple(t.get_dim()) for p, t in inputs.items()})
         made: dict[str, Tensor] = {}
         for port in outputs:
             tensor = (given or {}).get(port)
             if tensor is None:
-                tensor = Tensor(graph, dims[port])
+                tensor = Tensor(self, dims[port])
             elif tuple(tensor.get_dim()) != dims[port]:
                 raise GraphError(
                     f"{op_name(attrs)} {name!r}: {port} is {tensor.get_dim()}; "
@@ -132,6 +135,23 @@ class Recorder:
                 self.tensors.append(tensor)
         self.nodes.append(RecordedNode(name, attrs, dict(inputs), made))
         return made
+
+    def reader(self, tensor: Tensor) -> str | None:
+        """The first node that reads a tensor, None if no node does so far."""
+        return next((n.name for n in self.nodes if tensor in n.inputs.values()), None)
+
+    def claim_uid(self, tensor: Tensor, uid: int) -> int | None:
+        """The uid to store, None for -1.  Raises GraphError if another tensor has it."""
+        number = as_count(uid, f"tensor {tensor.get_name()!r}: uid", -1)
+        if number == -1:
+            return None
+        for other in self.tensors:
+            if other is not tensor and other.get_uid() == number:
+                raise GraphError(
+                    f"tensor {tensor.get_name()!r}: uid={number} belongs to {other.get_name()!r}; "
+                    "use another"
+                )
+        return number
 
     def default_name(self, tensor: Tensor) -> str:
         """``<node>::<port>`` of its producer, else of its first reader, else ``tensor.<n>``."""
@@ -163,34 +183,15 @@ class Recorder:
             found[tensor] = name
         return found
 
-    def freeze(self, fold: str, fold_log2: bool, contract: FoldContract | None) -> Graph:
-        """The graph as a value: names, data types and strides settled, shapes checked again."""
-        names = self.names()
-        self._settle_dtypes()
-        nodes = tuple(self._freeze_node(n, names) for n in self.nodes)
-        used = {t for n in self.nodes for t in (*n.inputs.values(), *n.outputs.values())}
-        used |= {o for t in used if (o := t.get_ragged_offset()) is not None}
-        written = {t for n in self.nodes for t in n.outputs.values()}
-        values = {names[t]: _freeze_tensor(t, names) for t in self.tensors if t in used}
-        return Graph(
-            self.name,
-            values,
-            nodes,
-            visible=frozenset(names[t] for t in written if t.is_real),
-            saved=frozenset(names[t] for t in written if t.spec.is_saved and not t.is_real),
-            fold=fold,
-            fold_log2=fold_log2,
-            contract=contract,
-        )
-
-    def load(self, graph: Any, frozen: Graph) -> None:
+    def load(self, frozen: Graph) -> None:
         """Record a frozen graph again: the same names, ports and declarations."""
         handles: dict[str, Tensor] = {}
         for value in frozen.values.values():
-            tensor = Tensor(graph, value.dim, value.name)
+            tensor = Tensor(self, value.dim, value.name)
             tensor.spec.stride, tensor.spec.dtype = value.stride, value.dtype
             tensor.spec.uid, tensor.spec.pass_by_value = value.uid, value.is_host
             tensor.spec.ragged_multiplier = value.ragged_multiplier
+            tensor.spec.constant = value.constant
             tensor.spec.is_output = value.name in frozen.visible
             tensor.spec.is_saved = value.name in frozen.saved
             handles[value.name] = tensor
@@ -206,94 +207,36 @@ class Recorder:
             inputs = {port: handles[v] for port, v in node.inputs.items()}
             self.nodes.append(RecordedNode(node.name, node.attrs, inputs, outputs))
 
-    def _settle_dtypes(self) -> None:
-        """Give every tensor a type, in the order of the nodes; check what each node reads."""
-        for node in self.nodes:
-            first: DType = DType.NOT_SET
-            types: dict[str, DType] = {}
-            for port, tensor in node.inputs.items():
-                if tensor.spec.dtype is DType.NOT_SET:
-                    tensor.spec.dtype = default_dtype(port, self.io, first)
-                if tensor.spec.dtype is DType.NOT_SET:
-                    raise GraphError(
-                        f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has no "
-                        "data type; give it data_type=, or the graph io_data_type="
-                    )
-                types[port] = tensor.get_data_type()
-                first = types[port] if first is DType.NOT_SET else first
-            check_dtypes(node.name, node.attrs, types)
-            for port, tensor in node.outputs.items():
-                if tensor.spec.dtype is DType.NOT_SET:
-                    tensor.spec.dtype = output_dtype(node.attrs, port, types)
-                elif not tensor.spec.dtype.is_float:
-                    raise GraphError(
-                        f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} is "
-                        f"{tensor.get_data_type()!r}; an output must be a floating type"
-                    )
-            if isinstance(node.attrs, (Rotation, Attention)):
-                node.attrs = replace(node.attrs, compute=wider(self.compute, *types.values()))
-        for tensor in self.tensors:
-            offset = tensor.get_ragged_offset()
-            if offset is not None:
-                _check_offsets(tensor, offset)
-
-    def _freeze_node(self, node: RecordedNode, names: Mapping[Tensor, str]) -> Node[Op]:
-        infer(node.name, node.attrs, {p: tuple(t.get_dim()) for p, t in node.inputs.items()})
-        return Node(
-            node.name,
-            node.attrs,
-            {port: names[t] for port, t in node.inputs.items()},
-            {port: names[t] for port, t in node.outputs.items()},
-        )
+    def close(self, frozen: Graph, by: str) -> None:
+        """Refuse changes from now on; undeclared data types become the inferred ones."""
+        self.closed_by = by
+        for tensor, name in self.names().items():
+            if name in frozen.values:
+                tensor.spec.dtype = frozen.values[name].dtype
 
 
-def _check_offsets(tensor: Tensor, offset: Tensor) -> None:
-    if offset.get_data_type() is DType.NOT_SET:
-        offset.spec.dtype = DType.INT32
-    wanted = [tensor.get_dim()[0] + 1, 1, 1, 1]
-    if offset.get_dim() != wanted:
+def _as_torch(given: Any, where: str) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given
+    if not hasattr(given, "__dlpack__"):
         raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{offset.get_dim()}; use {wanted}, one offset a sequence and the end"
+            f"{where}: {given!r:.60} is no torch tensor, graph tensor or object with __dlpack__"
         )
-    if offset.get_data_type() not in (DType.INT32, DType.INT64):
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{offset.get_data_type()!r}; use int32 or int64"
-        )
+    try:
+        return torch.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise GraphError(f"{where}: {given!r:.60} cannot be read by DLPack: {error}") from error
 
 
-def _freeze_tensor(tensor: Tensor, names: Mapping[Tensor, str]) -> Value:
-    dim, stride = tuple(tensor.get_dim()), tuple(tensor.get_stride())
-    offset = tensor.get_ragged_offset()
-    # An axis of length 1 is never stepped over: its stride must not enter a plan or a key.
-    packed = packed_like(dim, stride) if 0 not in dim else row_major(dim)
-    steps = zip(dim, stride, packed, strict=True)
-    return Value(
-        name=names[tensor],
-        dim=dim,
-        stride=tuple(s if n > 1 else p for n, s, p in steps),
-        dtype=tensor.get_data_type(),
-        uid=None if tensor.get_uid() < 0 else tensor.get_uid(),
-        ragged_offset=None if offset is None else names[offset],
-        ragged_multiplier=tensor.get_ragged_offset_multiplier(),
-        is_host=tensor.get_is_pass_by_value(),
-    )
+def shaped_like(tensor: Tensor, source: Tensor) -> Tensor:
+    """Give an output the layout of the tensor it comes from: the same memory order, packed.
 
-
-def declare(
-    tensor: Tensor,
-    stride: object = None,
-    data_type: object = None,
-    is_pass_by_value: bool = False,
-    ragged_offset: Tensor | None = None,
-) -> Tensor:
-    """Fill a new handle with what tensor() was given."""
-    if stride is not None:
-        where = f"tensor {tensor.get_name()!r}: stride"
-        tensor.set_stride(as_strides(stride, tuple(tensor.get_dim()), where))
-    tensor.set_data_type(as_dtype(data_type, f"tensor {tensor.get_name()!r}: data_type"))
-    tensor.set_is_pass_by_value(is_pass_by_value)
-    if ragged_offset is not None:
-        tensor.set_ragged_offset(ragged_offset)
+    A ragged one keeps strides and offsets exactly, for its offsets count in those strides.
+    """
+    if tuple(tensor.get_dim()) == tuple(source.get_dim()):
+        if (offset := source.get_ragged_offset()) is not None:
+            tensor.set_stride(source.get_stride()).set_ragged_offset(offset)
+            tensor.set_ragged_offset_multiplier(source.get_ragged_offset_multiplier())
+        else:
+            tensor.set_stride(packed_like(tuple(source.get_dim()), tuple(source.get_stride())))
     return tensor

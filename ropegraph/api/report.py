@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.compile import Lowered
-from ropegraph.ir.graph import Node
-from ropegraph.ir.ops import Attention, RopePair, Rotation, Scale, op_name
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import Attention, Rotation, Scale, op_name
 from ropegraph.passes.rewrite import Decision
 
 
 def explain(lowered: Lowered) -> str:
     """The report as text: settings, scales before and after, decisions, launches."""
     recorded, plan = lowered.recorded, lowered.plan
-    before, after = _scales(recorded.nodes), _scales(plan.graph.nodes)
+    before, after = _scales(recorded), _scales(plan.graph)
+    settings = f"fold={recorded.fold}, fold_log2={recorded.fold_log2}"
+    if (contract := recorded.contract) is not None:
+        settings = f"fold={contract.fold}, fold_log2={contract.fold_log2} by the forward's contract"
+    counts = f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}"
     lines = [
-        f"graph {recorded.name!r}: fold={recorded.fold}, fold_log2={recorded.fold_log2}, "
-        f"{len(recorded.nodes)} nodes recorded, {len(plan.steps)} launches on {plan.device}",
+        f"graph {recorded.name!r}: {settings}, {counts}",
         "",
         f"{'node':<24} {'recorded':<28} lowered",
     ]
@@ -35,16 +38,9 @@ def _line(decision: Decision) -> str:
     return f"{decision.rule} {mark}, at {decision.node}: {decision.text}"
 
 
-def _scales(nodes: tuple[Node[Any], ...]) -> dict[str, str]:
+def _scales(graph: Graph) -> dict[str, str]:
     """Node name -> its scale as text, the parts of a merged launch under their own names."""
-    found: dict[str, str] = {}
-    for node in nodes:
-        if isinstance(node.attrs, RopePair):
-            parts = zip(node.name.split("+"), node.attrs.parts, strict=False)
-            found |= {name: _scale(part) for name, part in parts}
-        elif text := _scale(node.attrs):
-            found[node.name] = text
-    return found
+    return {node.name: text for node in graph.singles if (text := _scale(node.attrs))}
 
 
 def _scale(attrs: Any) -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from ropegraph.api.checks import as_choice, as_count, as_flag, as_number
+from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
+from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Rope, RopeBackward
+from ropegraph.ir.ops import Rope, RopeBackward, TableLayout
 
-LAYOUTS = ("first_half", "pairs", "full")
-# Angle and position sources of the contract that this version does not serve.
-LATER = (
-    "cos", "sin", "cos_sin", "inv_freq", "position_ids", "start_positions", "cu_seqlens",
+LAYOUTS: tuple[TableLayout, ...] = ("first_half", "pairs", "full")
+# Sources of the contract that this version does not serve.
+ANGLES = ("cos", "sin", "cos_sin", "inv_freq")
+POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
+
+
+KEYWORDS = (
+    "freqs", "output_scale", "rope_dim", "rope_offset", "interleaved", "interleaved_output",
+    "attention_factor", "inverse", "half_width", "table_layout",
 )  # fmt: skip
 
 
@@ -34,12 +40,15 @@ def rotation(
     numerics: Any,
     cp_size: Any,
     cp_rank: Any,
+    compute_data_type: Any,
     **sources: Any,
 ) -> Rope | RopeBackward:
     """The attributes of a rotation of rows ``width`` wide.
 
     Raises GraphError naming ``where``, the argument, its value and what would work.
     """
+    others = {n: given for n, given in sources.items() if n not in (*ANGLES, *POSITIONS)}
+    refuse_unknown(where, others, {"out_dims": None}, known=(*KEYWORDS, *ANGLES, *POSITIONS))
     _one_source(where, freqs, sources)
     r = as_count(rope_dim, f"{where}: rope_dim") or width
     pairs_in = as_flag(interleaved, f"{where}: interleaved")
@@ -65,30 +74,30 @@ def rotation(
         numerics=_only(where, "numerics", numerics, "fp32"),
         cp_size=_only(where, "cp_size", cp_size, 1),
         cp_rank=_only(where, "cp_rank", cp_rank, 0),
+        compute=as_compute(compute_data_type, f"{where}: compute_data_type"),
     )
 
 
 def _one_source(where: str, freqs: Any, sources: dict[str, Any]) -> None:
     """Angles come from exactly one place, and so far only from freqs."""
-    given = [name for name in LATER if sources.get(name) is not None]
-    angle_sources = [n for n in given if n in LATER[:4]]
-    if freqs is not None and angle_sources:
+    angles, positions = (
+        [name for name in names if sources.get(name) is not None] for names in (ANGLES, POSITIONS)
+    )
+    if freqs is not None and angles:
         raise GraphError(
-            f"{where}: angles are given twice, as freqs and as {' and '.join(angle_sources)}; "
+            f"{where}: angles are given twice, as freqs and as {' and '.join(angles)}; "
             "give exactly one source"
         )
-    if given:
+    for name in (*angles, *positions):
         raise GraphError(
-            f"{where}: {given[0]}= is not served yet; give freqs=, a table of angles whose row i "
+            f"{where}: {name}= is not served yet; give freqs=, a table of angles whose row i "
             "belongs to position i"
         )
     if freqs is None:
         raise GraphError(f"{where}: no angles; give freqs=[s, 1, 1, rope_dim] in radians, fp32")
 
 
-def _layout(
-    where: str, given: Any, half_width: bool, interleaved: bool
-) -> Literal["first_half", "pairs", "full"]:
+def _layout(where: str, given: Any, half_width: bool, interleaved: bool) -> TableLayout:
     """table_layout, which must be stated where pairs make both layouts plausible."""
     if given is None:
         if interleaved and not half_width:
@@ -98,15 +107,15 @@ def _layout(
                 "angles, 'full' if every lane has its own; or half_width=True"
             )
         return "first_half"
-    chosen = as_choice(given, f"{where}: table_layout", LAYOUTS)
+    chosen: TableLayout = as_choice(given, f"{where}: table_layout", LAYOUTS)
     if half_width and chosen != "first_half":
         raise GraphError(
             f"{where}: table_layout={chosen!r} speaks of a full-width table, but half_width=True"
         )
-    return chosen  # pyright: ignore[reportReturnType]
+    return chosen
 
 
 def _only(where: str, argument: str, given: Any, served: Any) -> Any:
-    if given != served:
-        raise GraphError(f"{where}: {argument}={given!r} is not served yet; use {served!r}")
+    if not isinstance(given, (str, int)) or given != served:
+        raise GraphError(f"{where}: {argument}={given!r:.60} is not served yet; use {served!r}")
     return served

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
-from ropegraph.api.checks import as_count
+from ropegraph.api.checks import as_count, as_number, refuse_unknown
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir import score_mod as ir
 
-# FE's argument names by operation; the first is the one a one-argument op takes.
-_UNARY_ARG = "input"
+# FE's names of the operands, in order.
+_AB, _INPUTS, _COMPARED = ("a", "b"), ("input0", "input1"), ("input", "comparison")
+_KEYWORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "logical_and", "logical_or"), _AB),
+    **dict.fromkeys(("max", "min", "pow", "mod"), _INPUTS),
+    **dict.fromkeys((n for n in ir.BINARY if n.startswith("cmp_")), _COMPARED),
+    **dict.fromkeys(ir.UNARY, ("input",)),
+    "binary_select": ("input0", "input1", "mask"),
+}
+# What FE's relu takes beside its input, and what its pointwise methods take for the engine.
+_RELU: dict[str, None] = dict.fromkeys(("negative_slope", "lower_clip", "upper_clip"))
+_HINTS = ("name", "compute_data_type")
 
 
 class Score:
@@ -26,7 +37,9 @@ class Score:
 
     def set_output(self, is_output: bool) -> Score:
         if is_output:
-            raise GraphError("score_mod: a value inside the callback cannot be an output")
+            raise GraphError(
+                f"{self.trace.where}: score_mod: a value inside the callback cannot be an output"
+            )
         return self
 
     def set_name(self, name: str) -> Score:
@@ -47,13 +60,17 @@ class ScoreTrace:
         self.ports: dict[str, Tensor] = {}
 
     def __getattr__(self, op: str) -> Callable[..., Score]:
-        if op in ir.UNARY or op in ir.BINARY or op in ir.TERNARY:
+        if op in _KEYWORDS:
             return lambda *args, **kwargs: self._pointwise(op, *args, **kwargs)
         known = ", ".join((*ir.UNARY, *ir.BINARY, *ir.TERNARY, *ir.INDEX))
         raise GraphError(f"{self.where}: score_mod calls {op!r}, which is none of {known}")
 
     def gen_index(
-        self, input: object = None, axis: int = 3, compute_data_type: object = None, name: str = ""
+        self,
+        input: object = None,  # noqa: A002 - FE's name
+        axis: int = 3,
+        compute_data_type: object = None,
+        name: str = "",
     ) -> Score:
         """The position of each score along ``axis``: 0 batch, 1 head, 2 query, 3 key."""
         chosen = as_count(axis, f"{self.where}: score_mod gen_index axis")
@@ -62,17 +79,29 @@ class ScoreTrace:
         return self._add(ir.Instruction("gen_index", (), chosen))
 
     def _pointwise(self, op: str, *args: Any, **kwargs: Any) -> Score:
-        count = 3 if op in ir.TERNARY else 2 if op in ir.BINARY else 1
-        # FE passes operands by keyword too (a, b, input, input0, input1, mask, t): keep their order.
-        hints = ("name", "compute_data_type")
-        given = [*args, *(v for k, v in kwargs.items() if k not in hints)]
-        if len(given) != count:
-            raise GraphError(f"{self.where}: score_mod {op} takes {count} operands, got {len(given)}")
-        return self._add(ir.Instruction(op, tuple(self._operand(op, a) for a in given)))
+        names = _KEYWORDS[op]
+        repeated = [name for name in names[: len(args)] if name in kwargs]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if repeated or len(args) > len(names) or not set(names) <= set(given):
+            raise GraphError(
+                f"{self.where}: score_mod {op} takes {', '.join(names)}, once each; got "
+                f"{len(args)} by position and {sorted(kwargs)} by name"
+            )
+        rest = {n: value for n, value in given.items() if n not in (*names, *_HINTS)}
+        defaults: dict[str, None] = _RELU if op == "relu" else {}
+        refuse_unknown(f"{self.where}: score_mod {op}", rest, defaults)
+        operands = tuple(self._operand(op, given[name]) for name in names)
+        return self._add(ir.Instruction(op, operands))
 
     def _add(self, instruction: ir.Instruction) -> Score:
         self.instructions.append(instruction)
         return Score(self, ir.Ref(len(self.instructions) - 1))
+
+    def _number(self, op: str, given: float) -> float:
+        """A finite number, or an infinity, which masks."""
+        if given in (inf, -inf):
+            return given
+        return as_number(given, f"{self.where}: score_mod {op} operand")
 
     def _operand(self, op: str, given: Any) -> ir.Operand:
         if isinstance(given, Score):
@@ -80,7 +109,7 @@ class ScoreTrace:
                 raise GraphError(f"{self.where}: score_mod {op} reads a value of another callback")
             return given.ref
         if isinstance(given, (int, float)) and not isinstance(given, bool):
-            return float(given)
+            return self._number(op, given)
         tensor = self.adopt(given, f"{self.where}: score_mod {op} operand")
         dim = tensor.get_dim()
         if len(dim) != 4 or any(n not in (1, m) for n, m in zip(dim, self.dim, strict=True)):
@@ -103,6 +132,8 @@ def trace(
     adopt: Callable[[Any, str], Tensor],
 ) -> tuple[ir.ScoreProgram, dict[str, Tensor]]:
     """The program that ``callback(graph, scores)`` records, and the tensors it reads by port."""
+    if not callable(callback):
+        raise GraphError(f"{where}: score_mod={callback!r:.60} is no function of (graph, scores)")
     graph = ScoreTrace(where, dim, adopt)
     result = callback(graph, Score(graph, ir.Ref(-1)))
     if not isinstance(result, Score) or result.trace is not graph:

@@ -1,21 +1,23 @@
-"""Graph, the context manager that builds on exit and is then called like a function; and FE's
-helpers graph, jit and graph_cache."""
+"""Graph, the context manager that builds on exit and is then called like a function.
+
+FE's helpers graph, jit and graph_cache stand beside it.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
+from ropegraph.api.checks import as_count, as_list
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
-from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import op_name
 
@@ -51,14 +53,18 @@ class Graph:
         workspace_alloc: bool = True,
         **pygraph_kwargs: Any,
     ) -> None:
-        self._handle = create_handle() if handle == "auto" else handle
-        if isinstance(self._handle, str):
-            raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+        if isinstance(handle, str):
+            if handle != "auto":
+                raise GraphError(f"Graph: handle={handle!r}; use a handle, 'auto' or None")
+            handle = create_handle()
+        self._handle = handle
         self._graph = pygraph(handle=self._handle, **pygraph_kwargs)
         self._heuristics = list(heuristics or HEURISTICS)
         self._workspace_alloc = workspace_alloc
-        self._order = (list(inputs or []), list(outputs or []))
-        self._built = False
+        given = {"inputs": inputs, "outputs": outputs}
+        lists = [[] if x is None else as_list(x, f"Graph: {n}") for n, x in given.items()]
+        self._order = lists[0], lists[1]
+        self._names: dict[Any, str] = {}  # filled when the graph is built, and fixed from then on
 
     def __enter__(self) -> Graph:
         return self
@@ -66,7 +72,7 @@ class Graph:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is None:
             self._graph.build(self._heuristics)
-            self._built = True
+            self._names = self._look_up()
             if self._order[0] or self._order[1]:
                 self.set_io_tuples(*self._order)
 
@@ -91,50 +97,75 @@ class Graph:
         """The order of a positional call.  Every tensor the caller binds must be listed once."""
         graph = self._graph.lowered.recorded
         names = [[self._resolve(t) for t in side] for side in (inputs, outputs)]
-        bound = {n for n, t in self._named().items() if t.spec.bound is not None}
+        names_of = self._graph.recorder.names()
+        bound = {n for t, n in names_of.items() if t.spec.bound is not None}
         missing = {*graph.inputs, *graph.visible} - {*names[0], *names[1]} - bound
         if missing:
             raise GraphError(f"Graph: {sorted(missing)} are listed in neither inputs nor outputs")
+        listed = [*names[0], *names[1]]
+        for name in listed:
+            if listed.count(name) > 1:
+                raise GraphError(f"Graph: {name!r} is listed twice in inputs and outputs")
+        for name in names[0]:
+            if graph.producer(name) is not None:
+                raise GraphError(f"Graph: input {name!r} is written by the graph; list an input")
         for name in names[1]:
+            if graph.producer(name) is None:
+                raise GraphError(f"Graph: output {name!r} is an input of the graph")
             if name not in graph.visible:
                 raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
         self._order = names[0], names[1]
 
-    def _named(self) -> dict[str, Tensor]:
-        return {name: t for t, name in self._graph.recorder.names().items()}
+    def _look_up(self) -> dict[Any, str]:
+        """A tensor, its own name, its uid or a canonical name -> the name in the graph."""
+        names, found = self._graph.recorder.names(), dict[Any, str]()
+        for node in self._graph.recorder.nodes:
+            for port, tensor in {**node.inputs, **node.outputs}.items():
+                found[f"{node.name}::{port}"] = names[tensor]
+        for tensor, name in names.items():
+            found |= {tensor: name, name: name}
+            if tensor.get_uid() >= 0:
+                found[tensor.get_uid()] = name
+        return found
 
     def _resolve(self, given: Any) -> str:
-        """A canonical name, a tensor, its own name or its uid -> the name in the graph."""
-        for name, tensor in self._named().items():
-            if given is tensor or given == name or (tensor.get_uid() >= 0 and given == tensor.get_uid()):
-                return name
-        for node in self._graph.recorder.nodes:
-            ports = {**node.inputs, **node.outputs}
-            for port, tensor in ports.items():
-                if given == f"{node.name}::{port}":
-                    return self._graph.recorder.names()[tensor]
+        names = self._names or self._look_up()
+        name = names.get(given) if isinstance(given, Hashable) else None
+        if name is not None:
+            return name
         known = [
-            f"{n.name}::{p} ({op_name(n.attrs)})" for n in self._graph.recorder.nodes for p in n.inputs
+            f"{n.name}::{p} ({op_name(n.attrs)})"
+            for n in self._graph.recorder.nodes
+            for p in n.inputs
         ]
         raise GraphError(f"Graph: {given!r} names no tensor; there are {', '.join(known)}")
 
     def __call__(self, *args: Any, handle: Handle | None = None, workspace: Any = None) -> Any:
         """Run on positional tensors in the order of ``inputs``, or on one dict."""
-        if not self._built:
+        if not self._names:
             raise GraphError("Graph: called before its with block ended")
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            return self._call_with_dict(args[0], handle, workspace)  # pyright: ignore
+        if len(args) == 1 and isinstance(args[0], dict):
+            return self._call_with_dict(cast("dict[Any, Any]", args[0]), handle, workspace)
         inputs, outputs = self._order
         if len(args) != len(inputs):
-            raise GraphError(f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}")
+            raise GraphError(
+                f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}"
+            )
         pack = dict(zip(inputs, args, strict=True))
         results = {name: self._allocate(name, args) for name in outputs}
         self._run({**pack, **results}, handle, workspace)
         made = tuple(results.values())
         return made[0] if len(made) == 1 else made
 
-    def _call_with_dict(self, given: Any, handle: Handle | None, workspace: Any) -> Any:
+    def _call_with_dict(self, given: dict[Any, Any], handle: Handle | None, workspace: Any) -> Any:
         pack = {self._resolve(key): buffer for key, buffer in given.items()}
+        values = self._graph.lowered.recorded.values
+        if missing := [
+            n
+            for n in self._graph.lowered.recorded.inputs
+            if n not in pack and values[n].constant is None
+        ]:
+            raise GraphError(f"Graph: no buffer is given for the inputs {missing}")
         for name in self._graph.lowered.recorded.visible:
             if name not in pack:
                 pack[name] = given[name] = self._allocate(name, list(pack.values()))
@@ -166,7 +197,7 @@ def graph(
     intermediate: Any = data_type.FLOAT,
     compute: Any = data_type.FLOAT,
     **pygraph_kwargs: Any,
-) -> Iterator[tuple[pygraph, list[Any]]]:
+) -> Generator[tuple[pygraph, list[Any]]]:
     """FE's ``with cudnn.graph(handle) as (g, _):``; building is left to jit or the caller."""
     yield (
         pygraph(
@@ -187,8 +218,10 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R:
-            result: Any = function(*args, **kwargs)
-            made: Any = result[0] if isinstance(result, tuple) else result
+            result = function(*args, **kwargs)
+            made: Any = result
+            if isinstance(made, tuple):
+                made = cast("tuple[Any, ...]", made)[0]
             if not isinstance(made, pygraph):
                 raise GraphError(f"jit: {function.__name__} returned {made!r:.60}, not a graph")
             made.build(list(heur_modes))
@@ -202,10 +235,11 @@ def jit(heur_modes: Sequence[Any] = HEURISTICS) -> Callable[[Callable[..., R]], 
 def graph_cache(
     key_fn: Callable[..., Any], maxsize: int = 256
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Keep what the decorated function returned, by key_fn(*args, **kwargs); the oldest unused goes.
+    """Keep what the decorated function returned, by key_fn(*args, **kwargs); least used goes.
 
     Thread-safe: one key is made once.
     """
+    limit = as_count(maxsize, "graph_cache: maxsize", 1)
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         kept: OrderedDict[Any, R] = OrderedDict()
@@ -217,7 +251,7 @@ def graph_cache(
             with lock:
                 if key not in kept:
                     kept[key] = function(*args, **kwargs)
-                    if len(kept) > maxsize:
+                    if len(kept) > limit:
                         kept.popitem(last=False)
                 kept.move_to_end(key)
                 return kept[key]

@@ -9,12 +9,14 @@ from ropegraph.errors import GraphError
 from ropegraph.lowering.engine import Engine
 
 ENGINES: dict[str, str] = {
+    "cudnn.sdpa": "ropegraph.engines.cudnn_sdpa.engine:CudnnSdpa",
+    "cudnn.rope_sdpa": "ropegraph.engines.cudnn_rope_sdpa.engine:CudnnRopeSdpa",
     "cuda.rope": "ropegraph.engines.cuda_rope.engine:CudaRope",
     "torch": "ropegraph.engines.torch_executor.engine:TorchExecutor",
     "reference": "ropegraph.engines.reference.engine:Reference",
 }
-# reference is exact and slow: it runs only where it is asked for by name.
-DEFAULT: tuple[str, ...] = ("torch",)
+# reference is exact and slow, cudnn.rope_sdpa takes whole graphs: both run only by name.
+DEFAULT: tuple[str, ...] = ("cudnn.sdpa", "cuda.rope", "torch")
 
 
 @cache

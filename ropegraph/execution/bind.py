@@ -7,15 +7,16 @@ same, the answer does too.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ropegraph.dtypes import as_dtype, short
+from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
-from ropegraph.execution.overlap import disjoint, overlaps_itself
-from ropegraph.ir.graph import Value
+from ropegraph.execution.overlap import disjoint, overlaps
+from ropegraph.ir.graph import Value, rotated_by
 from ropegraph.lowering.plan import Plan
 
 
@@ -27,47 +28,101 @@ class Binder:
         self.plan = plan
         self.values = graph.values
         self.required = [(name, plan.slots[name]) for name in (*graph.inputs, *graph.outputs)]
-        self.dtypes = {n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required}
+        self.dtypes = {
+            n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required
+        }
         self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
-        self._checked: list[Any] = []
-        self._reshaped: list[tuple[int, Value]] = []
+        self.constants = {
+            name: torch.full(value.dim, value.constant, dtype=self.dtypes[name], device="cpu")
+            for name, value in graph.values.items()
+            if value.constant is not None
+        }
+        # One attribute, replaced as a whole: threads may see an old pair, never half of one.
+        self._checked: tuple[list[Any], list[tuple[int, Value]]] = [], []
 
-    def bind(self, buffers: Mapping[str, Any], env: list[Any]) -> None:
-        """Put the buffers of all inputs and outputs into ``env``.
+    def bind(
+        self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
+    ) -> list[Any]:
+        """Put the buffers of all inputs and outputs into ``env``; return what identifies them.
 
         buffers: value name -> torch tensor, DLPack object or (host scalars) number.
+        workspace: the caller's own, which must not be one of the buffers as well.
         Raises GraphError naming the value, what was given and what would work.
         """
-        signature: list[Any] = []
+        signature: list[Any] = [] if workspace is None else [workspace.data_ptr()]
         for name, slot in self.required:
             try:
                 buffer = buffers[name]
             except KeyError:
-                raise self._missing(name) from None
+                if name not in self.constants:
+                    raise self._missing(name) from None
+                buffer = self.constants[name]
             if type(buffer) is not Tensor:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
-            signature += (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
-        if signature != self._checked:
-            self._reshaped = self._check(env)
-            self._checked = signature
-        for slot, value in self._reshaped:
+            try:
+                signature += (
+                    buffer.data_ptr(),
+                    buffer.shape,
+                    buffer.stride(),
+                    buffer.dtype,
+                    buffer.device,
+                )
+            except RuntimeError as error:
+                raise GraphError(
+                    f"{name!r} is bound to a tensor without plain memory "
+                    f"({buffer.layout}, {buffer.device}); use a strided one"
+                ) from error
+        checked, reshaped = self._checked
+        if signature != checked:
+            reshaped = self._check(env, workspace)
+            self._checked = signature, reshaped
+        for slot, value in reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
+        return signature
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):
             return buffer
-        if isinstance(buffer, (int, float)) and name in self.hosts:
-            value = self.values[name]
-            return torch.tensor(buffer, dtype=self.dtypes[name]).reshape(value.dim)
         if hasattr(buffer, "__dlpack__"):
-            return cast(Tensor, torch.from_dlpack(buffer))  # pyright: ignore
+            return self._from_dlpack(name, buffer)
+        if name in self.hosts:
+            return self._from_number(name, buffer)
         raise GraphError(
             f"{name!r} is bound to {type(buffer).__name__} {buffer!r:.60}; "
             "bind a torch tensor or an object with __dlpack__"
         )
 
+    def _from_dlpack(self, name: str, buffer: Any) -> Tensor:
+        # DLPack forgets that numpy memory may be read-only.
+        if self.plan.graph.producer(name) and not getattr(
+            getattr(buffer, "flags", None), "writeable", True
+        ):
+            raise GraphError(f"{name!r} is an output, but its buffer is read-only")
+        try:
+            return torch.from_dlpack(buffer)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise GraphError(f"{name!r}: its buffer cannot be read by DLPack: {error}") from error
+
+    def _from_number(self, name: str, number: Any) -> Tensor:
+        """A host scalar as a tensor, if its type can hold the number."""
+        value, dtype = self.values[name], self.dtypes[name]
+        try:
+            if isinstance(number, (bool, str)):
+                raise TypeError
+            exact = float(number) if value.dtype.is_float else index(number)
+            return torch.tensor(exact, dtype=dtype, device="cpu").reshape(value.dim)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise GraphError(
+                f"{name!r} is bound to {type(number).__name__} {number!r:.60}, which is no "
+                f"{short(value.dtype)} number; bind a number of that type or a CPU tensor"
+            ) from None
+
     def _missing(self, name: str) -> GraphError:
+        return GraphError(f"no buffer is bound to {name!r} {self._wanted(name)}")
+
+    def _wanted(self, name: str) -> str:
+        """Who uses a value, and what may be bound to it: the end of a message."""
         users = [
             f"{port} of {node.name!r}"
             for node in self.plan.graph.nodes
@@ -76,12 +131,9 @@ class Binder:
         ]
         value = self.values[name]
         role = ", ".join(users) or "offsets of a ragged tensor"
-        return GraphError(
-            f"no buffer is bound to {name!r} ({role}); "
-            f"bind a {short(value.dtype)} tensor {list(value.dim)}"
-        )
+        return f"({role}); bind a {short(value.dtype)} tensor {list(value.dim)}"
 
-    def _check(self, env: list[Any]) -> list[tuple[int, Value]]:
+    def _check(self, env: list[Any], workspace: Tensor | None) -> list[tuple[int, Value]]:
         """Raise GraphError for the first wrong buffer; return the values that need their dim."""
         reshaped: list[tuple[int, Value]] = []
         for name, slot in self.required:
@@ -90,24 +142,31 @@ class Binder:
             if value.ragged_offset is None and self._check_shape(value, buffer):
                 reshaped.append((slot, value))
         self._check_overlap(env)
+        if workspace is not None:
+            for name, slot in self.required:
+                if not disjoint(workspace, env[slot]):
+                    raise GraphError(
+                        f"the workspace shares memory with the buffer of {name!r}; "
+                        "use separate buffers"
+                    )
         return reshaped
 
     def _check_place(self, value: Value, buffer: Tensor) -> None:
-        given = as_dtype(buffer.dtype)
-        if given is not value.dtype:
+        if buffer.dtype is not self.dtypes[value.name]:
             raise GraphError(
                 f"{value.name!r} is declared {short(value.dtype)} but bound to a "
-                f"{short(given)} buffer {list(buffer.shape)}"
+                f"{buffer.dtype} buffer {list(buffer.shape)} {self._wanted(value.name)}"
             )
+        if buffer.numel() and not buffer.data_ptr():
+            kind = "meta tensor" if buffer.is_meta else type(buffer).__name__
+            raise GraphError(f"{value.name!r} is bound to a {kind} that has no memory")
         wanted = "cpu" if value.is_host else self.plan.device.type
-        index = self.plan.device.index if wanted == "cuda" else None
-        if buffer.device.type != wanted or (index is not None and buffer.device.index != index):
+        number = self.plan.device.index if wanted == "cuda" else None
+        if buffer.device.type != wanted or (number is not None and buffer.device.index != number):
             where = "the CPU (it is passed by value)" if value.is_host else str(self.plan.device)
             raise GraphError(
                 f"{value.name!r} is bound to a buffer on {buffer.device}, but must be on {where}"
             )
-        if buffer.layout is not torch.strided:
-            raise GraphError(f"{value.name!r} is bound to a {buffer.layout} tensor; use a strided one")
 
     def _check_shape(self, value: Value, buffer: Tensor) -> bool:
         """Raise if shape or strides differ; True if the shapes differ in size-1 dims only."""
@@ -116,7 +175,8 @@ class Binder:
             return shape != value.dim
         if [n for n in shape if n != 1] != [n for n in value.dim if n != 1]:
             raise GraphError(
-                f"{value.name!r} is declared {list(value.dim)} but bound to a buffer {list(shape)}"
+                f"{value.name!r} is declared {list(value.dim)} but bound to a buffer {list(shape)} "
+                f"{self._wanted(value.name)}"
             )
         if 0 in value.dim:
             return shape != value.dim
@@ -126,7 +186,10 @@ class Binder:
         )
 
     def _check_overlap(self, env: list[Any]) -> None:
-        """No output may share memory with another, or with an input that is still to be read."""
+        """No output may share memory with another, or with an input that is still to be read.
+
+        A rotation alone may write where it reads, if that is exactly the same place.
+        """
         graph = self.plan.graph
         last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
         for i, node in enumerate(graph.nodes):
@@ -134,18 +197,35 @@ class Binder:
                 if graph.is_virtual(output):
                     continue
                 mine = env[self.plan.slots[output]]
-                if overlaps_itself(mine):
+                if overlaps(mine.shape, mine.stride()):
                     raise GraphError(
                         f"the buffer of output {output!r} overlaps itself: shape "
                         f"{list(mine.shape)}, strides {list(mine.stride())}"
                     )
+                rotated = rotated_by(node, output)
                 for name, slot in self.required:
                     reads_later = last_read.get(name, -1) >= i or name in graph.outputs
+                    if name == rotated and self._is_in_place(name, i, last_read, mine, env[slot]):
+                        continue
                     if name != output and reads_later and not disjoint(mine, env[slot]):
                         raise GraphError(
                             f"the buffer of output {output!r} (written by {node.name!r}) shares "
                             f"memory with that of {name!r}; use separate buffers"
                         )
+
+    def _is_in_place(
+        self, name: str, step: int, last_read: Mapping[str, int], out: Tensor, x: Tensor
+    ) -> bool:
+        """True if ``out`` is the very memory of ``x``, which nothing reads afterwards."""
+        if (out.data_ptr(), out.shape, out.stride()) != (x.data_ptr(), x.shape, x.stride()):
+            return False
+        if x.requires_grad and x.is_leaf:
+            raise GraphError(
+                f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
+                "use a separate output"
+            )
+        is_dense = self.values[name].ragged_offset is None
+        return is_dense and last_read[name] == step and len(self.plan.graph.reading(name)) == 1
 
 
 def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:

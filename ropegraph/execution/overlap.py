@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 # numpy solves the exact question, which is hard in the worst case; this bounds the search.
-_MAX_WORK = 10_000
+_MAX_WORK: Any = 10_000
 
 
 class _Memory:
@@ -38,12 +39,12 @@ def disjoint(x: Tensor, y: Tensor) -> bool:
         return False
 
 
-def overlaps_itself(x: Tensor) -> bool:
-    """True if two indices reach the same element, as in an expanded tensor."""
+def overlaps(dim: Sequence[int], stride: Sequence[int]) -> bool:
+    """True if two indices may reach one element, as in an expanded tensor; False is certain."""
     reach = 0
-    for stride, extent in sorted(zip(x.stride(), x.shape, strict=True)):
+    for step, extent in sorted(zip(stride, dim, strict=True)):
         if extent > 1:
-            if stride <= reach:
-                return x.numel() > 0
-            reach += (extent - 1) * stride
+            if step <= reach:
+                return 0 not in dim
+            reach += (extent - 1) * step
     return False

@@ -1,4 +1,4 @@
-"""The hot loop: bind, then call one executable a step."""
+"""The hot loop: bind, then call one executable a step, or replay what was captured of them."""
 
 from __future__ import annotations
 
@@ -11,47 +11,76 @@ from torch import Tensor
 
 from ropegraph.errors import GraphError
 from ropegraph.execution.bind import Binder
+from ropegraph.execution.replay import Replays
 from ropegraph.ir.graph import Value
 from ropegraph.lowering.engine import Executable
 from ropegraph.lowering.memory import span_bytes
 from ropegraph.lowering.plan import Plan
 
 
+class _Local(threading.local):
+    """What one thread keeps for each of its streams: an arena laid out, and captured launches."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[int, list[Any]] = {}
+        self.replays: dict[int, Replays] = {}
+
+
 class Runnable:
-    """A compiled plan. Several threads may run it: each has its own arena."""
+    """A compiled plan. Several threads may run it: each has its own arena.
+
+    workspace_bytes: the virtual values of the plan, and behind them the scratch memory of whichever
+    step needs most.
+    """
 
     def __init__(self, plan: Plan, executables: Sequence[Executable]) -> None:
         self.plan = plan
         self.executables = tuple(executables)
+        scratch = max((getattr(e, "workspace_bytes", 0) for e in executables), default=0)
+        self.workspace_bytes = plan.workspace_bytes + scratch
         self.binder = Binder(plan)
         self.device = torch.device(plan.device.type, plan.device.index)
-        self._arenas = threading.local()
+        self._on_cuda = plan.device.type == "cuda"
+        # What is read on the host while steps are called would be frozen into a capture.
+        self._may_capture = (
+            self._on_cuda
+            and not any(v.is_host and v.constant is None for v in plan.graph.values.values())
+            and all(getattr(e, "can_be_captured", False) for e in executables)
+        )
+        self._local = _Local()
 
     def __call__(
         self, buffers: Mapping[str, Any], workspace: object = None, stream: int | None = None
     ) -> None:
         """Run every step on the caller's buffers.
 
-        workspace: a buffer of plan.workspace_bytes; None takes this thread's own arena.
+        workspace: a buffer of workspace_bytes; None takes this thread's own arena.
         stream: a CUDA stream handle; None means torch's current stream.
         Raises GraphError before the first launch if a buffer is wrong; an error after it names
         the outputs that were written.
         """
         if stream is None:
             stream = torch.cuda.current_stream(self.device).cuda_stream if self._on_cuda else 0
-        env = self._environment(workspace, stream)
-        with torch.no_grad():
-            self.binder.bind(buffers, env)
-            if torch.is_autocast_enabled(self.plan.device.type):
+        # Inference mode, so that an arena made within the caller's serves outside of it as well.
+        with torch.inference_mode():
+            arena = None if workspace is None else self._as_arena(workspace)
+            env = self._own_layout(stream) if arena is None else self._layout(arena)
+            signature = self.binder.bind(buffers, env, arena)
+            if self._may_capture:
+                self._replays(stream)(env, signature)
+            elif torch.is_autocast_enabled(self.plan.device.type):
                 # Autocast would round the products of angles and of scores to 16 bits.
                 with torch.autocast(self.plan.device.type, enabled=False):
                     self._run(env, stream)
             else:
                 self._run(env, stream)
 
-    @property
-    def _on_cuda(self) -> bool:
-        return self.plan.device.type == "cuda"
+    def _replays(self, stream: int) -> Replays:
+        """This thread's captured launches for a stream."""
+        by_stream = self._local.replays
+        if stream not in by_stream:
+            by_stream[stream] = Replays(self._run, self.device, stream)
+        return by_stream[stream]
 
     def _run(self, env: list[Any], stream: int) -> None:
         done = 0
@@ -70,19 +99,16 @@ class Runnable:
         values = (v for step in self.plan.steps[:steps] for v in step.node.outputs.values())
         return [v for v in values if not graph.is_virtual(v)]
 
-    def _environment(self, workspace: object, stream: int) -> list[Any]:
-        """A fresh list with every virtual value in its place, and room for the bound ones."""
-        if workspace is None:
-            templates: dict[int, list[Any]] = self._arenas.__dict__.setdefault("by_stream", {})
-            if stream not in templates:
-                size = self.plan.workspace_bytes
-                arena = torch.empty(size, dtype=torch.uint8, device=self.device)
-                templates[stream] = self._layout(arena)
-            return list(templates[stream])
-        return self._layout(self._as_arena(workspace))
+    def _own_layout(self, stream: int) -> list[Any]:
+        """The layout of an arena of our own: one a thread and stream, kept for the next call."""
+        layouts = self._local.layouts
+        if stream not in layouts:
+            arena = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
+            layouts[stream] = self._layout(arena)
+        return list(layouts[stream])
 
     def _as_arena(self, workspace: object) -> Tensor:
-        size = self.plan.workspace_bytes
+        size = self.workspace_bytes
         if not isinstance(workspace, Tensor) or not workspace.is_contiguous():
             raise GraphError(
                 f"workspace is {type(workspace).__name__}; "
@@ -99,7 +125,9 @@ class Runnable:
         return flat
 
     def _layout(self, arena: Tensor) -> list[Any]:
+        """Every virtual value in its place in the arena, room for the others, and the scratch."""
         env: list[Any] = [None] * len(self.plan.slots)
+        env.append(arena[self.plan.workspace_bytes : self.workspace_bytes])
         for name, start in self.plan.workspace.items():
             env[self.plan.slots[name]] = _place(arena, start, self.plan.graph.values[name])
         return env
@@ -111,5 +139,3 @@ def _place(arena: Tensor, start: int, value: Value) -> Tensor:
     if value.ragged_offset is not None:
         return flat
     return flat.as_strided(value.dim, value.stride)
-
-

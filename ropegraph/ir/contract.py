@@ -34,8 +34,8 @@ class FoldEntry:
     """One sdpa node of the forward graph, as recorded, and what folding made of it.
 
     attention: the recorded attributes.  fold, log2: what was folded.
-    q_source, k_source: the rotation that makes q and k, before attn_scale was folded into it;
-    a float for a scale node, None for anything else.
+    q_chain, k_chain: the rotations and host factors that make q and k, the last one first, as
+    recorded.
     ports: the optional inputs (bias, sink_token, ...).  engine: who ran it, which decides the
     dropout mask.
     """
@@ -44,8 +44,8 @@ class FoldEntry:
     attention: Attention
     fold: Fold
     log2: bool
-    q_source: Rotation | float | None
-    k_source: Rotation | float | None
+    q_chain: tuple[Rotation | float, ...]
+    k_chain: tuple[Rotation | float, ...]
     ports: tuple[str, ...]
     engine: str
 
@@ -61,9 +61,11 @@ class FoldEntry:
 
 @dataclass(frozen=True)
 class FoldContract:
-    """The entries of a forward graph, by the name of the sdpa node."""
+    """The entries of a forward graph by the name of the sdpa node, and its fold settings."""
 
     entries: Mapping[str, FoldEntry]
+    fold: Fold = "auto"
+    fold_log2: bool = False
 
     def entry_for(self, node: str) -> FoldEntry:
         """The entry of the forward node that backward node ``node`` belongs to.

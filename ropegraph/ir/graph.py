@@ -5,19 +5,26 @@ Edges are value names, so an edit that drops a node leaves no stale pointer behi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from math import prod
+from typing import Any, Generic, TypeVar, cast
 
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
-from ropegraph.ir.ops import Op, RopePair
+from ropegraph.ir.contract import Fold, FoldContract
+from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
 
-if TYPE_CHECKING:
-    from ropegraph.ir.contract import FoldContract
-
+T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
+
+
+def span(dim: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one that dim and stride reach, inclusive."""
+    if 0 in dim:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(dim, stride, strict=True))
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Value:
 
     dim, stride: stride in elements.  ragged_offset: the value holding [b + 1] element offsets
     (times ragged_multiplier) of the sequences; None for a dense tensor.
-    is_host: a CPU scalar read at execute (pass by value).  uid: the user's, else None.
+    is_host: a CPU scalar read at execute (pass by value).  constant: its value, if the graph
+    carries it.  uid: the user's, else None.
     """
 
     name: str
@@ -37,20 +45,16 @@ class Value:
     ragged_offset: str | None = None
     ragged_multiplier: int = 1
     is_host: bool = False
+    constant: int | None = None
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.dim:
-            count *= extent
-        return count
+        return prod(self.dim)
 
     @property
     def span_elems(self) -> int:
         """Elements from the first to the last one that dim and stride reach, inclusive."""
-        if self.numel == 0:
-            return 0
-        return 1 + sum((d - 1) * s for d, s in zip(self.dim, self.stride, strict=True))
+        return span(self.dim, self.stride)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Node(Generic[A]):
     outputs: Mapping[str, str]
 
     def with_attrs(self, **changes: object) -> Node[A]:
-        return replace(self, attrs=replace(self.attrs, **changes))  # pyright: ignore
+        return replace(self, attrs=replace(self.attrs, **cast(Any, changes)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Graph:
 
     visible: values the caller binds (set_output or set_uid).  saved: exported for the backward
     graph alone, in whatever form the passes leave them.
-    fold: off, q, symmetric or auto.  contract: what a backward graph must agree with.
+    imported: inputs of a backward graph that its forward saved.
+    contract: what a backward graph must agree with.
     """
 
     name: str
@@ -80,7 +85,8 @@ class Graph:
     nodes: tuple[Node[Op], ...]
     visible: frozenset[str] = frozenset()
     saved: frozenset[str] = frozenset()
-    fold: str = "auto"
+    imported: tuple[str, ...] = ()
+    fold: Fold = "auto"
     fold_log2: bool = False
     contract: FoldContract | None = None
 
@@ -111,6 +117,11 @@ class Graph:
     def node(self, name: str) -> Node[Op]:
         return next(n for n in self.nodes if n.name == name)
 
+    @property
+    def singles(self) -> tuple[Node[Any], ...]:
+        """The nodes, each RopePair as the two rotations that it stands for."""
+        return tuple(single for node in self.nodes for single in singles(node))
+
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Values that no node writes and some node (or a ragged tensor) reads, in order."""
@@ -119,8 +130,9 @@ class Graph:
         for value in read:
             if self.producer(value) is None:
                 names[value] = None
-            if (offset := self.values[value].ragged_offset) is not None:
-                names[offset] = None
+            known = self.values.get(value)
+            if known is not None and known.ragged_offset is not None:
+                names[known.ragged_offset] = None
         return tuple(names)
 
     @cached_property
@@ -154,6 +166,26 @@ class Graph:
         return print_graph(self)
 
 
+def rotated_by(node: Node[Any], output: str) -> str | None:
+    """The value that ``node`` rotates into ``output``; None if the node is no rotation."""
+    for single in singles(node):
+        is_rotation = isinstance(single.attrs, (Rope, RopeBackward))
+        if is_rotation and output in single.outputs.values():
+            return single.inputs["dY" if isinstance(single.attrs, RopeBackward) else "input"]
+    return None
+
+
+def singles(node: Node[Any]) -> tuple[Node[Any], ...]:
+    """The two rotations that a RopePair stands for, under their own names; else the node itself."""
+    pair = node.attrs
+    if not isinstance(pair, RopePair):
+        return (node,)
+    return tuple(
+        Node(name, part, merged_ports(node.inputs, i), merged_ports(node.outputs, i))
+        for i, (name, part) in enumerate(zip(pair.names, pair.parts, strict=True))
+    )
+
+
 def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
     """Order nodes so that every value is written before it is read, keeping order where free."""
     written_by = {value: n.name for n in nodes for value in n.outputs.values()}
@@ -174,7 +206,7 @@ def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
     return tuple(ordered)
 
 
-def merged_ports(attrs: RopePair, ports: Mapping[str, str], part: int) -> dict[str, str]:
+def merged_ports(ports: Mapping[str, T], part: int) -> dict[str, T]:
     """The ports of one part of a RopePair, under the names of the single op."""
     suffix = str(part)
     return {p[: -len(suffix)]: v for p, v in ports.items() if p.endswith(suffix)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.dtypes import short
-from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.graph import Graph, Node, singles
 from ropegraph.ir.ops import RopePair, op_name
 from ropegraph.ir.printer import describe
 
@@ -25,8 +25,9 @@ def to_mermaid(graph: Graph, before: Graph | None = None) -> str:
     """
     ids = {name: f"t{i}" for i, name in enumerate(graph.values)}
     lines = ["flowchart LR"]
-    for name in graph.inputs:
-        lines.append(f"    {ids[name]}[{_tensor(graph, name)}]:::user")
+    lines += [
+        f"    {ids[name]}[{_tensor(graph, name)}]:::{_kind(graph, name)}" for name in graph.inputs
+    ]
     for i, node in enumerate(graph.nodes):
         changed = before is not None and _differs(node, before)
         lines.append(f"    n{i}[{_node(node)}]:::{'scaled' if changed else 'op'}")
@@ -42,14 +43,18 @@ def to_mermaid(graph: Graph, before: Graph | None = None) -> str:
         for value in node.outputs.values():
             if graph.reading(value) and graph.is_virtual(value):
                 continue
-            kind = "saved" if value in graph.saved else "user"
-            lines.append(f"    n{i} --> {ids[value]}[{_tensor(graph, value)}]:::{kind}")
+            target = f"{ids[value]}[{_tensor(graph, value)}]:::{_kind(graph, value)}"
+            lines.append(f"    n{i} --> {target}")
     return "\n".join([*lines, *(f"    {c}" for c in _CLASSES)])
+
+
+def _kind(graph: Graph, name: str) -> str:
+    return "saved" if name in graph.saved or name in graph.imported else "user"
 
 
 def _tensor(graph: Graph, name: str) -> str:
     value = graph.values[name]
-    dims = " × ".join(map(str, value.dim))
+    dims = " x ".join(map(str, value.dim))
     return f'"{_safe(name)}<br/>{short(value.dtype)} {dims}"'
 
 
@@ -68,10 +73,7 @@ def _label(graph: Graph, value: str) -> str:
 def _differs(node: Node[Any], before: Graph) -> bool:
     """True if folding changed the node; a merged pair counts if one of its parts changed."""
     recorded: dict[str, Any] = {n.name: n.attrs for n in before.nodes}
-    if isinstance(node.attrs, RopePair):
-        names = node.name.split("+")
-        return any(recorded.get(n) != a for n, a in zip(names, node.attrs.parts, strict=False))
-    return recorded.get(node.name) != node.attrs
+    return any(recorded.get(single.name) != single.attrs for single in singles(node))
 
 
 def _safe(text: str) -> str:

@@ -5,8 +5,8 @@ Everything here changes numbers. An engine's tuning knob never appears.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from ropegraph.dtypes import DType
 from ropegraph.ir.score_mod import ScoreProgram
@@ -21,8 +21,8 @@ Numerics = Literal["fp32", "nemo", "hf"]
 class Rotation:
     """Rotate channels [rope_offset, rope_offset + rope_dim) of each row, then scale the row.
 
-    A pair (x1, x2) with angle t becomes A (x1 cos t - x2 sin t), A (x2 cos t + x1 sin t), where A is
-    attention_factor; every channel of the row is then multiplied by output_scale.
+    A pair (x1, x2) with angle t becomes A (x1 cos t - x2 sin t), A (x2 cos t + x1 sin t), where
+    A is attention_factor; every channel of the row is then multiplied by output_scale.
 
     rope_dim: r, even, already resolved (never 0).  rope_offset: first rotated channel.
     interleaved: pairs (2i, 2i+1) of the segment are read, else (i, i + r/2).
@@ -66,9 +66,13 @@ class RopeFreqsGrad(Rotation):
 
 @dataclass(frozen=True)
 class RopePair:
-    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended."""
+    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended.
+
+    names: the nodes that the parts were, for reports.
+    """
 
     parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+    names: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Sum:
-    """output = the sum of all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
+    """Adds all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
 
 
 Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
@@ -145,6 +149,12 @@ NAMES: dict[type[Op], str] = {
     Scale: "scale",
     Sum: "sum",
 }
+
+
+def shared(attrs: Rotation | Attention) -> dict[str, Any]:
+    """The attributes, by name, that an op has in common with its backward."""
+    base = Rotation if isinstance(attrs, Rotation) else Attention
+    return {f.name: getattr(attrs, f.name) for f in fields(base)}
 
 
 def op_name(op: Op) -> str:

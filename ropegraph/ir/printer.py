@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from ropegraph.dtypes import short
+from ropegraph.dtypes import DType, short
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import Op, RopePair, op_name
 
@@ -13,7 +13,7 @@ _ALWAYS = ("output_scale", "attn_scale")
 
 
 def print_graph(graph: Graph) -> str:
-    """The graph as text: inputs first, then a line a node; outputs carry a star, saved ones a plus."""
+    """The graph as text, inputs first, then a line a node; * marks outputs, + saved values."""
     lines = [f"graph {graph.name!r} fold={graph.fold} fold_log2={graph.fold_log2}"]
     lines += [f"  {_value(graph, name)}" for name in graph.inputs]
     for node in graph.nodes:
@@ -32,13 +32,20 @@ def describe(attrs: Op) -> list[str]:
     for f in fields(attrs):
         value = getattr(attrs, f.name)
         if f.name in _ALWAYS or value != f.default:
-            shown = f"{value:.12g}" if isinstance(value, float) else str(value)
-            texts.append(f"{f.name}={shown}")
+            texts.append(f"{f.name}={_shown(value)}")
     return texts
 
 
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return short(value) if isinstance(value, DType) else str(value)
+
+
 def _value(graph: Graph, name: str) -> str:
-    value = graph.values[name]
+    value = graph.values.get(name)
+    if value is None:  # a broken graph is printed too
+        return f"{name}: no value"
     mark = "*" if name in graph.visible else "+" if name in graph.saved else ""
     ragged = f" ragged by {value.ragged_offset}" if value.ragged_offset else ""
     return f"{name}{mark}: {short(value.dtype)} {list(value.dim)}{ragged}"

@@ -9,8 +9,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from ropegraph.dtypes import DType
-from ropegraph.errors import GraphError
+from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir import contract, graph, ops, score_mod
+from ropegraph.ir.verify import verify
 
 FORMAT = "ropegraph"
 VERSION = 1
@@ -49,9 +50,11 @@ def loads(data: bytes | str) -> graph.Graph:
     if _digest(json.dumps(body, sort_keys=True)) != digest:
         raise GraphError("deserialize: the checksum does not match; the data was changed")
     try:
-        return _decode(body)
-    except (KeyError, TypeError) as error:
-        raise GraphError(f"deserialize: the graph has an unknown part: {error}") from error
+        found = _decode(body)
+        verify(found, after="deserialize")
+    except (AttributeError, InternalError, KeyError, TypeError, ValueError) as error:
+        raise GraphError(f"deserialize: the graph has a part that does not fit: {error}") from error
+    return found
 
 
 def key(value: graph.Graph, context: tuple[str, ...] = ()) -> str:

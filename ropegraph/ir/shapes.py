@@ -47,7 +47,7 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
         case RopePair(parts):
             outputs: dict[str, Dim] = {}
             for i, part in enumerate(parts):
-                own = infer(name, part, merged_ports_of_dims(attrs, dims, i))
+                own = infer(name, part, merged_ports(dims, i))
                 outputs |= {f"{port}{i}": dim for port, dim in own.items()}
             return outputs
         case Sdpa():
@@ -73,17 +73,15 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return {"output": first}
 
 
-def merged_ports_of_dims(pair: RopePair, dims: Mapping[str, Dim], part: int) -> dict[str, Dim]:
-    ports = {port: port for port in dims}
-    return {port: dims[source] for port, source in merged_ports(pair, ports, part).items()}
-
-
 def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -> None:
     _rank4(where, port, dims[port])
     b, _, s, d = dims[port]
     r = attrs.rope_dim
     if r % 2 or r < 0:
-        raise GraphError(f"{where}: rope_dim={r} is odd; a rotation acts on pairs of channels")
+        raise GraphError(
+            f"{where}: rope_dim={r} of the {d} channels of {port} is odd; a rotation acts on pairs "
+            f"of channels, so use {r - 1}"
+        )
     if r > d:
         raise GraphError(
             f"{where}: rope_dim={r} is more than the {d} channels of {port} {list(dims[port])}; "
@@ -104,14 +102,16 @@ def _table(where: str, attrs: Rotation, table: Dim, b: int, s: int, d: int) -> N
     if len(table) != 4 or table[2] != 1 or table[1] not in (1, b):
         raise GraphError(
             f"{where}: freqs {list(table)} is not a table of angles; "
-            f"use [s, 1, 1, {width}], or [s, {b}, 1, {width}] with one table per batch entry"
+            f"use [s, 1, 1, {width}]"
+            + (f", or [s, {b}, 1, {width}] with one table per batch entry" if b > 1 else "")
         )
     if table[3] != width:
         other = r if attrs.half_width else r // 2
         hint = f"half_width={not attrs.half_width}" if table[3] == other else f"rope_dim={table[3]}"
         raise GraphError(
-            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels with "
-            f"half_width={attrs.half_width} reads {width} columns; use a table {width} wide or {hint}"
+            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels "
+            f"with half_width={attrs.half_width} reads {width} columns; "
+            f"use a table {width} wide or {hint}"
         )
     if table[0] < s:
         raise GraphError(
@@ -126,16 +126,19 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         _rank4(where, port, dims[port])
     (b, h_q, s_q, d_qk), (b_k, h_k, s_kv, _), (b_v, h_v, s_v, d_v) = q, k, v
     if k[3] != d_qk:
-        raise GraphError(f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}")
+        raise GraphError(
+            f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}; "
+            "they are multiplied, so both need one width"
+        )
     for port, h in (("k", h_k), ("v", h_v)):
         if (h == 0) != (h_q == 0) or (h and h_q % h):
             raise GraphError(
                 f"{where}: h_q={h_q} is not a multiple of the {h} heads of {port} "
                 f"{list(dims[port])}; query heads share key heads in equal groups"
             )
-    paged = isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None
-    if paged:
-        s_kv = attrs.max_seq_len_kv or 0
+    longest = attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None
+    if longest is not None:
+        s_kv = longest
         for port, pages in (("k", k), ("v", v)):
             table = dims[f"paged_attention_{port}_table"]
             if len(table) != 4 or table[0] != b or table[1] != 1 or table[3] != 1:
@@ -150,9 +153,15 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
                 )
     else:
         if b_k != b or b_v != b:
-            raise GraphError(f"{where}: the batch sizes of q, k, v differ: {b}, {b_k}, {b_v}")
+            raise GraphError(
+                f"{where}: the batch sizes of q {list(q)}, k {list(k)} and v {list(v)} differ; "
+                "use one for all"
+            )
         if s_v != s_kv:
-            raise GraphError(f"{where}: k has s_kv={s_kv} keys but v {list(v)} has {s_v}")
+            raise GraphError(
+                f"{where}: k {list(k)} has s_kv={s_kv} keys but v {list(v)} has {s_v}; "
+                "every key needs its value"
+            )
     if "bias" in dims:
         bias = dims["bias"]
         fits = len(bias) == 4 and all(
@@ -161,7 +170,7 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         if not fits:
             raise GraphError(
                 f"{where}: bias {list(bias)} does not broadcast to the logits "
-                f"[{b}, {h_q}, {s_q}, {s_kv}]"
+                f"[{b}, {h_q}, {s_q}, {s_kv}]; each axis must be as long, or 1"
             )
     for port in ("seq_len_q", "seq_len_kv"):
         if port in dims:
@@ -170,7 +179,9 @@ def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
         _exact(where, "sink_token", dims["sink_token"], (1, h_q, 1, 1))
     for port in ("attn_scale", "seed", "offset"):
         if port in dims and any(x != 1 for x in dims[port]):
-            raise GraphError(f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]")
+            raise GraphError(
+                f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]"
+            )
     return (b, h_q, s_q, d_v)
 
 

@@ -15,7 +15,6 @@ _INTEGER = (
     "position_ids", "start_positions", "cu_seqlens",
 )  # fmt: skip
 _SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
-_FREE = ("bias", "attn_scale", "cos", "sin", "cos_sin")
 _SAME_AS_FIRST = ("k", "v", "o", "dO", "dY")
 
 
@@ -23,9 +22,9 @@ def default_dtype(port: str, io: DType, first: DType) -> DType:
     """The type of an input that declares none. first: the type at the node's first port."""
     if port in _INTEGER:
         return DType.INT32
-    if port in _SINGLE or port == "attn_scale":
-        return wider(first) if port in ("stats", "sink_token", "attn_scale") else DType.FLOAT
-    if port.startswith("score_mod."):
+    if port in ("stats", "sink_token", "attn_scale"):
+        return wider(first)
+    if port in _SINGLE or port.startswith("score_mod."):
         return DType.FLOAT
     return io
 

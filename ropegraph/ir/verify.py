@@ -6,38 +6,58 @@ from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.shapes import infer
 
+# What is wrong, and the exception that told, if one did.
+Broken = tuple[str, Exception | None]
+
 
 def verify(graph: Graph, after: str) -> None:
     """Raise InternalError, the graph attached, if an invariant is broken after pass ``after``."""
-    written: set[str] = set(graph.inputs)
-    names: set[str] = set()
+    broken = _broken_values(graph) or _broken_nodes(graph)
+    if broken is not None:
+        text, cause = broken
+        raise InternalError(f"after {after!r}: {text}\n{graph}") from cause
 
-    def fail(text: str) -> InternalError:
-        return InternalError(f"after {after!r}: {text}\n{graph}")
 
+def _broken_values(graph: Graph) -> Broken | None:
+    """Names that stand for nothing."""
     for node in graph.nodes:
-        if node.name in names:
-            raise fail(f"two nodes are named {node.name!r}")
-        names.add(node.name)
         for port, value in (*node.inputs.items(), *node.outputs.items()):
             if value not in graph.values:
-                raise fail(f"node {node.name!r} uses {value!r} at {port}, which is no value")
+                return f"node {node.name!r} uses {value!r} at {port}, which is no value", None
+    for value in graph.values.values():
+        if value.ragged_offset is not None and value.ragged_offset not in graph.values:
+            return f"{value.name!r} is ragged by {value.ragged_offset!r}, which is no value", None
+    written = {v for node in graph.nodes for v in node.outputs.values()}
+    for name in sorted(graph.visible | graph.saved):
+        if name not in written:
+            return f"the output {name!r} is written by no node", None
+    return None
+
+
+def _broken_nodes(graph: Graph) -> Broken | None:
+    """The order of the nodes, their names, and the dims of what they write."""
+    written, names = set(graph.inputs), set[str]()
+    for node in graph.nodes:
+        if node.name in names:
+            return f"two nodes are named {node.name!r}", None
+        names.add(node.name)
         for value in node.inputs.values():
             if value not in written:
-                raise fail(f"node {node.name!r} reads {value!r}, which no earlier node produces")
+                return f"node {node.name!r} reads {value!r}, which no earlier node produces", None
         for value in node.outputs.values():
             if value in written:
-                raise fail(f"{value!r} is written twice, the second time by {node.name!r}")
+                return f"{value!r} is written twice, the second time by {node.name!r}", None
             written.add(value)
         try:
-            wanted = infer(
-                node.name, node.attrs, {p: graph.values[v].dim for p, v in node.inputs.items()}
-            )
+            dims = {port: graph.values[v].dim for port, v in node.inputs.items()}
+            wanted = infer(node.name, node.attrs, dims)
         except GraphError as error:
-            raise fail(str(error)) from error
+            return str(error), error
+        except KeyError as error:
+            return f"node {node.name!r} has no input at {error}", error
         for port, value in node.outputs.items():
+            if port not in wanted:
+                return f"node {node.name!r} has no output {port}", None
             if wanted[port] != graph.values[value].dim:
-                raise fail(f"{node.name!r} writes {wanted[port]} to {value!r}")
-    for value in graph.visible | graph.saved:
-        if value not in written:
-            raise fail(f"the output {value!r} is written by no node")
+                return f"{node.name!r} writes {wanted[port]} to {value!r}", None
+    return None

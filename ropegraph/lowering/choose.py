@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ropegraph.dtypes import short
 from ropegraph.errors import UnsupportedError
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Attention, Op, SdpaBackward, op_name
 from ropegraph.lowering.engine import Device, Engine, Step
+
+# (node, engine) -> why the engine could not compile the node after all.
+Refused = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def slots_of(graph: Graph) -> dict[str, int]:
@@ -17,10 +21,18 @@ def slots_of(graph: Graph) -> dict[str, int]:
 
 
 def reasons(
-    graph: Graph, node: Node[Op], device: Device, engines: Sequence[Engine], allowed: Sequence[str]
+    graph: Graph,
+    step: Step,
+    device: Device,
+    engines: Sequence[Engine],
+    allowed: Sequence[str],
+    refused: Refused,
 ) -> dict[str, tuple[str, ...]]:
-    """Engine name -> every rule the node breaks there; empty for an engine that can run it."""
-    step = Step(node, graph.values, "", slots_of(graph))
+    """Engine name -> every rule the step breaks there; empty for an engine that can run it.
+
+    refused: reasons that came up when an engine compiled a node.
+    """
+    node = step.node
     only = _engine_of_the_mask(graph, node)
     found: dict[str, tuple[str, ...]] = {}
     for engine in engines:
@@ -31,12 +43,17 @@ def reasons(
         elif not isinstance(node.attrs, engine.ops):
             found[engine.name] = (f"has no {op_name(node.attrs)}",)
         else:
-            found[engine.name] = engine.why_not(step, device)
+            compiled = refused.get((node.name, engine.name), ())
+            found[engine.name] = (*engine.why_not(step, device), *compiled)
     return found
 
 
 def choose(
-    graph: Graph, device: Device, engines: Sequence[Engine], allowed: Sequence[str]
+    graph: Graph,
+    device: Device,
+    engines: Sequence[Engine],
+    allowed: Sequence[str],
+    refused: Refused,
 ) -> tuple[Step, ...]:
     """One step per node, each with the first allowed engine that can run it.
 
@@ -45,11 +62,12 @@ def choose(
     slots = slots_of(graph)
     steps: list[Step] = []
     for node in graph.nodes:
-        broken = reasons(graph, node, device, engines, allowed)
-        able = [name for name in allowed if not broken.get(name, ("unknown",))]
+        step = Step(node, graph.values, "", slots)
+        broken = reasons(graph, step, device, engines, allowed, refused)
+        able = [name for name in allowed if not broken[name]]
         if not able:
             raise UnsupportedError(_message(graph, node, device, broken), broken)
-        steps.append(Step(node, graph.values, able[0], slots))
+        steps.append(replace(step, engine=able[0]))
     return tuple(steps)
 
 

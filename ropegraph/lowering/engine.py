@@ -12,7 +12,7 @@ from ropegraph.ir.ops import Op
 
 @dataclass(frozen=True)
 class Device:
-    """Where a graph runs.  sm: compute capability as 90, 0 on a CPU.  cudnn: backend version or 0."""
+    """Where a graph runs.  sm: compute capability as 90, 0 on a CPU.  cudnn: version or 0."""
 
     type: str = "cpu"
     index: int = 0
@@ -53,7 +53,13 @@ class Step:
 
 
 class Executable(Protocol):
-    """Runs one step on bound tensors, on the given CUDA stream (0 elsewhere). Checks nothing."""
+    """Runs one step on bound tensors, on the given CUDA stream (0 elsewhere). Checks nothing.
+
+    env: a tensor per slot, and last the scratch memory, a uint8 tensor of at least what the
+    executable's ``workspace_bytes`` asks for (no such attribute: none).
+    An executable with ``can_be_captured = True`` launches on the stream, reads nothing on the host
+    and allocates nothing, so that its launches may be captured once and replayed.
+    """
 
     def __call__(self, env: Sequence[Any], stream: int) -> None: ...
 

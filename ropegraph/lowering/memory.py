@@ -30,8 +30,13 @@ def span_bytes(value: Value) -> int:
     return max(0, (b * s - 1) * value.stride[2] + row) * value.dtype.itemsize
 
 
+def aligned(size_bytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def place(graph: Graph) -> tuple[dict[str, int], int]:
-    """Byte offset of every virtual value, and the size of the arena."""
+    """Byte offset of every virtual value, and the size of the arena, all aligned."""
     last_use = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
     blocks: list[_Block] = []
     offsets: dict[str, int] = {}
@@ -39,7 +44,7 @@ def place(graph: Graph) -> tuple[dict[str, int], int]:
         for value in node.outputs.values():
             if not graph.is_virtual(value):
                 continue
-            size = -(-span_bytes(graph.values[value]) // ALIGNMENT) * ALIGNMENT
+            size = aligned(span_bytes(graph.values[value]))
             start = _first_gap([b for b in blocks if b.last >= i], size)
             blocks.append(_Block(start, start + size, i, last_use.get(value, i)))
             offsets[value] = start

@@ -6,15 +6,15 @@ already folded. Anything else disagrees, and disagreeing by a factor is the faul
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from ropegraph.errors import FoldContractError
-from ropegraph.ir.contract import INV_LN2, FoldEntry, close, fold_factors
+from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Attention, Rotation, SdpaBackward
+from ropegraph.ir.ops import Rotation, Scale, SdpaBackward, shared
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
-from ropegraph.passes.limits import output_scale
 
 # Compared together with the scales of the rotations: these are what folding moves.
 _MOVED = ("attn_scale", "softmax_input_is_log2")
@@ -32,16 +32,28 @@ def agreement(graph: Graph, node: Node[Any]) -> tuple[FoldEntry, Stage] | None:
     if graph.contract is None or not isinstance(node.attrs, SdpaBackward):
         return None
     entry = graph.contract.entry_for(node.name)
+    _compare_settings(graph, graph.contract, node)
     _compare_attention(node, entry)
     return entry, _stage(graph, node, entry)
 
 
-def _compare_attention(node: Node[Any], entry: FoldEntry) -> None:
-    for f in fields(Attention):
-        mine, theirs = getattr(node.attrs, f.name), getattr(entry.attention, f.name)
-        if f.name not in _MOVED and mine != theirs:
+def _compare_settings(graph: Graph, contract: FoldContract, node: Node[Any]) -> None:
+    """A backward graph may leave the fold to the contract, or ask for the same one."""
+    if graph.fold not in ("auto", contract.fold) or graph.fold_log2 > contract.fold_log2:
+        raise FoldContractError(
+            f"sdpa_backward {node.name!r}: fold={graph.fold!r}, fold_log2={graph.fold_log2} "
+            f"differs from the forward's fold={contract.fold!r}, fold_log2={contract.fold_log2}; "
+            "leave both out here, the contract decides"
+        )
+
+
+def _compare_attention(node: Node[SdpaBackward], entry: FoldEntry) -> None:
+    forward = shared(entry.attention)
+    for name, mine in shared(node.attrs).items():
+        theirs = forward[name]
+        if name not in _MOVED and mine != theirs:
             raise FoldContractError(
-                f"sdpa_backward {node.name!r}: {f.name}={mine} differs from {f.name}={theirs} of "
+                f"sdpa_backward {node.name!r}: {name}={mine} differs from {name}={theirs} of "
                 f"the forward sdpa {entry.node!r}; both must be the same"
             )
     for port in _OPTIONAL:
@@ -70,54 +82,91 @@ def _stage(graph: Graph, node: Node[Any], entry: FoldEntry) -> Stage:
         if (
             close(node.attrs.attn_scale, attn_scale)
             and node.attrs.softmax_input_is_log2 == is_log2
-            and _side(graph, node, "dQ", entry.q_source, q_factor)
-            and _side(graph, node, "dK", entry.k_source, k_factor)
+            and _side(graph, node, "dQ", entry.q_chain, q_factor)
+            and _side(graph, node, "dK", entry.k_chain, k_factor)
         ):
             return name
     raise FoldContractError(_explain(graph, node, entry, stages))
 
 
-def _side(graph: Graph, node: Node[Any], port: str, source: Any, factor: float) -> bool:
-    """True if every adjoint behind a gradient equals the forward's producer times ``factor``."""
-    return all(_equal(adjoint, source, factor) for adjoint in _adjoints(graph, node, port))
+def _side(
+    graph: Graph, node: Node[Any], port: str, chain: tuple[Rotation | float, ...], factor: float
+) -> bool:
+    """True if what undoes the rotations behind a gradient carries the forward's scales.
 
-
-def _adjoints(graph: Graph, node: Node[Any], port: str) -> list[Node[Any]]:
+    The gradient may be asked for anywhere along the forward's chain, scaled further by the caller,
+    and scale nodes may have folded on one side only. So each path, up to its last rotation or
+    some scale behind that, must equal some beginning of the chain, as a product.
+    """
     grad = node.outputs.get(port)
-    readers = [] if grad is None else reading_through_sums(graph, grad)
-    return [n for n in readers if isinstance(n.attrs, ADJOINTS)]
-
-
-def _equal(adjoint: Node[Any], source: Any, factor: float) -> bool:
-    if source is None:
+    if grad is None:
         return True
-    if isinstance(source, Rotation) != isinstance(adjoint.attrs, Rotation):
-        return False
-    if not isinstance(source, Rotation):
-        return close(adjoint.attrs.factor, source * factor)
-    same = all(
-        getattr(adjoint.attrs, f.name) == getattr(source, f.name)
-        for f in fields(Rotation)
-        if f.name != "output_scale"
+    wanted = _beginnings(chain, factor)
+    return all(
+        any(_same(mine, theirs) for mine in _stops(path) for theirs in wanted)
+        for path in _paths(graph, grad)
     )
-    return same and close(adjoint.attrs.output_scale, source.output_scale * factor)
 
 
-def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: dict[str, Any]) -> str:
+class _Path(NamedTuple):
+    """A product of scales, and the rotations (their scale set to 1) on the way."""
+
+    product: float
+    rotations: tuple[Rotation, ...]
+
+    def then(self, step: Rotation | float) -> _Path:
+        if not isinstance(step, Rotation):
+            return _Path(self.product * step, self.rotations)
+        unscaled = replace(Rotation(**shared(step)), output_scale=1.0)
+        return _Path(self.product * step.output_scale, (*self.rotations, unscaled))
+
+
+def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Path]:
+    """The product and rotations of the first n steps of a chain, for every n from 0 on."""
+    found = [_Path(factor, ())]
+    for step in chain:
+        found.append(found[-1].then(step))
+    return found
+
+
+def _stops(path: tuple[Rotation | float, ...]) -> list[_Path]:
+    """Where a path may be compared: behind its last rotation, and behind each scale after it."""
+    beginnings = _beginnings(path, 1.0)[1:]
+    return [b for b in beginnings if b.rotations == beginnings[-1].rotations]
+
+
+def _same(mine: _Path, theirs: _Path) -> bool:
+    return mine.rotations == theirs.rotations and close(mine.product, theirs.product)
+
+
+def _paths(graph: Graph, value: str) -> Iterator[tuple[Rotation | float, ...]]:
+    """Every way from a gradient through the nodes that undo rotations, to where it ends."""
+    for reader in reading_through_sums(graph, value):
+        attrs = reader.attrs
+        if isinstance(attrs, ADJOINTS):
+            step = attrs.factor if isinstance(attrs, Scale) else attrs
+            beyond = list(_paths(graph, next(iter(reader.outputs.values()))))
+            yield from ((step, *rest) for rest in beyond or [()])
+
+
+def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[Stage, Any]) -> str:
     def line(attn_scale: Any, log2: bool, q_factor: float, k_factor: float) -> str:
         text = f"attn_scale={attn_scale}, softmax_input_is_log2={log2}"
-        for port, source, factor in (("dQ", entry.q_source, q_factor), ("dK", entry.k_source, k_factor)):
-            if isinstance(source, Rotation):
-                expected = replace(source, output_scale=source.output_scale * factor)
-                text += f", rope_backward({port}) output_scale={expected.output_scale:.12g}"
+        for port, chain, factor in (
+            ("dQ", entry.q_chain, q_factor),
+            ("dK", entry.k_chain, k_factor),
+        ):
+            if chain:
+                text += f", {port} scaled by {_beginnings(chain, factor)[-1].product:.12g}"
         return text
 
-    given = f"attn_scale={node.attrs.attn_scale}, softmax_input_is_log2={node.attrs.softmax_input_is_log2}"
+    attrs = node.attrs
+    given = f"attn_scale={attrs.attn_scale}, softmax_input_is_log2={attrs.softmax_input_is_log2}"
     for port in ("dQ", "dK"):
-        for adjoint in _adjoints(graph, node, port):
-            given += f", {adjoint.name!r} ({port}) scale={output_scale(adjoint):.12g}"
+        for path in _paths(graph, node.outputs.get(port, "")):
+            given += f", {port} scaled by {_beginnings(path, 1.0)[-1].product:.12g}"
     return (
         f"sdpa_backward {node.name!r} does not agree with the forward sdpa {entry.node!r}: it has "
-        f"{given}; the forward needs either {line(*stages['recorded'])} (folded for you) or "
-        f"{line(*stages['done'])}; the attributes of each rope_backward must be those of its rope"
+        f"{given}; use {line(*stages['recorded'])} (it is then folded for you) or "
+        f"{line(*stages['done'])}; every rope_backward must have the attributes of its rope"
     )

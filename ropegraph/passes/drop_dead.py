@@ -4,7 +4,7 @@
     o, stats = sdpa(..)  (stats unread)          ->   o = sdpa(..)
 
 Right because an op has no effect but its outputs. Stats are the costly case: without them the
-forward needs no log-sum-exp.
+forward needs no log-sum-exp. O stays even if only Stats are read: every engine writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Op
+from ropegraph.ir.ops import Op, RopePair, Sdpa
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 
@@ -26,10 +26,14 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     if not used:
         return Edit(removed=(node.name,), note="removed: nobody reads its outputs")
     # A pair keeps both outputs: its launch writes both.
-    if len(used) < len(node.outputs) and not hasattr(node.attrs, "parts"):
-        unused = sorted(set(node.outputs) - set(used))
-        return Edit((replace(node, outputs=used),), note=f"{', '.join(unused)} not computed: unread")
-    return None
+    if isinstance(node.attrs, RopePair):
+        return None
+    if isinstance(node.attrs, Sdpa):
+        used = {"O": node.outputs["O"], **used}
+    if len(used) == len(node.outputs):
+        return None
+    unused = sorted(set(node.outputs) - set(used))
+    return Edit((replace(node, outputs=used),), note=f"{', '.join(unused)} not computed: unread")
 
 
 drop_dead = Rule("drop-dead", root=get_args(Op), apply=_apply)

@@ -14,17 +14,17 @@ A backward graph whose Q comes from outside follows the contract of its forward,
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import Fold, FoldEntry, fold_factors
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Sdpa, SdpaBackward
 from ropegraph.passes.agree import Stage, agreement
-from ropegraph.passes.fold_group import Group, find_group
+from ropegraph.passes.fold_group import Group, find_group, is_imported
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
-SIDES: dict[str, tuple[str, ...]] = {"q": ("q",), "symmetric": ("q", "k"), "auto": ("q",)}
+SIDES: dict[Fold, tuple[str, ...]] = {"q": ("q",), "symmetric": ("q", "k"), "auto": ("q",)}
 
 
 def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
@@ -33,14 +33,17 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         return _by_contract(graph, node, *agreed)
     if graph.fold == "off":
         return Decline('fold="off"')
-    group = find_group(graph, node, SIDES[graph.fold], auto=graph.fold == "auto")
+    sides = SIDES[graph.fold]
+    if graph.contract is None and any(is_imported(graph, node.inputs[side]) for side in sides):
+        return _without_contract(graph, node)
+    group = find_group(graph, node, sides, auto=graph.fold == "auto")
     if isinstance(group, Decline):
         return group
     if group.has_backward and graph.contract is not None:
         return Decline("the contract decides, at the backward node")
-    if group.has_backward and group.external(graph):
+    if group.is_external:
         return _without_contract(graph, node)
-    return _edit(graph, node, group, "q" if graph.fold == "auto" else cast(Fold, graph.fold))
+    return _edit(graph, node, group, "q" if graph.fold == "auto" else graph.fold)
 
 
 def _edit(graph: Graph, node: Node[Any], group: Group, fold: Fold) -> Edit | Decline:
@@ -59,14 +62,14 @@ def _edit(graph: Graph, node: Node[Any], group: Group, fold: Fold) -> Edit | Dec
     edited = group.scaled(graph, dict(zip(SIDES[fold], (q, k), strict=False)), attn_scale=1.0)
     if isinstance(edited, Decline):
         return edited
-    where = [n.name for side in SIDES[fold] for n in (*group.producers[side], *group.adjoints[side])]
+    where = [
+        n.name for side in SIDES[fold] for n in (*group.producers[side], *group.adjoints[side])
+    ]
     factors = f"{q:.6g}" if fold == "q" else f"{q:.6g} each"
     return Edit(edited, note=f"attn_scale {scale:.6g} moved to {', '.join(where)} ({factors})")
 
 
-def _by_contract(
-    graph: Graph, node: Node[Any], entry: FoldEntry, stage: Stage
-) -> Edit | Decline:
+def _by_contract(graph: Graph, node: Node[Any], entry: FoldEntry, stage: Stage) -> Edit | Decline:
     if stage != "recorded":
         return Decline("the forward's contract leaves no attn_scale to fold here")
     group = find_group(graph, node, SIDES[entry.fold], auto=False)

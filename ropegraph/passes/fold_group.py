@@ -17,6 +17,7 @@ from ropegraph.ir.ops import (
     RopeBackward,
     RopeFreqsGrad,
     Scale,
+    Sdpa,
     SdpaBackward,
     Sum,
 )
@@ -33,17 +34,13 @@ class Group:
     """Attention nodes, and for each side ("q", "k") the nodes that carry its scale.
 
     producers: the ropes and scales that make the values.  adjoints: those that undo them.
-    values: the values themselves.  external: some value comes from outside the graph.
+    is_external: some value comes from outside the graph, that is, with another graph's fold.
     """
 
     nodes: tuple[Node[Any], ...]
     producers: dict[str, tuple[Node[Any], ...]]
     adjoints: dict[str, tuple[Node[Any], ...]]
-    values: dict[str, tuple[str, ...]]
-
-    def external(self, graph: Graph) -> bool:
-        """True if a value that carries scale is made elsewhere: by another graph's fold."""
-        return any(graph.producer(v) is None for side in self.values.values() for v in side)
+    is_external: bool
 
     @property
     def has_backward(self) -> bool:
@@ -57,13 +54,16 @@ class Group:
         for side, factor in factors.items():
             for node in (*self.producers[side], *self.adjoints[side]):
                 dtype = graph.values[next(iter(node.outputs.values()))].dtype
-                if reason := why_not_scale(node, factor, dtype):
+                # Under a contract the forward has decided, on the scale of the whole.
+                if graph.contract is None and (reason := why_not_scale(node, factor, dtype)):
                     return Decline(reason)
                 edited[node.name] = times(node, factor)
         return tuple(edited.values())
 
 
-def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list[Any], dict[str, Any]]:
+def _members(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...]
+) -> tuple[list[Node[Any]], dict[str, list[str]]]:
     """The attention nodes connected to ``root`` through values on ``sides``, and those values."""
     nodes: dict[str, Node[Any]] = {root.name: root}
     values: dict[str, dict[str, None]] = {side: {} for side in sides}
@@ -78,37 +78,51 @@ def members(graph: Graph, root: Node[Any], sides: tuple[str, ...]) -> tuple[list
                     nodes[reader.name] = reader
                     todo.append(reader)
     order = {n.name: i for i, n in enumerate(graph.nodes)}
-    return sorted(nodes.values(), key=lambda n: order[n.name]), values
+    members = sorted(nodes.values(), key=lambda n: order[n.name])
+    return members, {side: list(found) for side, found in values.items()}
 
 
-def find_group(graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool) -> Group | Decline:
+def find_group(
+    graph: Graph, root: Node[Any], sides: tuple[str, ...], auto: bool
+) -> Group | Decline:
     """The group around ``root``, or why its values cannot carry a scale.
 
     auto: a value the user sees must not change.
     """
-    nodes, values = members(graph, root, sides)
+    nodes, values = _members(graph, root, sides)
     producers: dict[str, tuple[Node[Any], ...]] = {}
     adjoints: dict[str, tuple[Node[Any], ...]] = {}
+    is_external = False
     for side in sides:
-        made: list[Node[Any]] = []
         for value in values[side]:
             if reason := _why_not_value(graph, value, side, auto):
                 return Decline(reason)
-            producer = graph.producer(value)
-            if producer is not None:
-                made.append(producer)
+        made = [graph.producer(value) for value in values[side]]
         undone = _adjoints(graph, nodes, side, auto)
         if isinstance(undone, Decline):
             return undone
-        producers[side], adjoints[side] = tuple(made), undone
-    return Group(tuple(nodes), producers, adjoints, {s: tuple(v) for s, v in values.items()})
+        producers[side] = tuple(node for node in made if node is not None)
+        adjoints[side] = undone
+        is_external |= None in made
+    return Group(tuple(nodes), producers, adjoints, is_external)
+
+
+def is_imported(graph: Graph, value: str) -> bool:
+    """True if a backward node reads the value and nothing here makes it or runs it forward.
+
+    It comes from a forward graph then, whose fold it carries.
+    """
+    readers = [n.attrs for n in graph.reading(value)]
+    return (
+        graph.producer(value) is None
+        and any(isinstance(op, SdpaBackward) for op in readers)
+        and not any(isinstance(op, Sdpa) for op in readers)
+    )
 
 
 def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | None:
     producer = graph.producer(value)
-    if producer is None and not any(
-        isinstance(n.attrs, SdpaBackward) for n in graph.reading(value)
-    ):
+    if producer is None and not is_imported(graph, value):
         return f"{value!r} is an input of the graph, not made by rope"
     if producer is not None and not isinstance(producer.attrs, (Rope, Scale)):
         return f"{value!r} is not made by rope or scale but by {producer.name!r}"

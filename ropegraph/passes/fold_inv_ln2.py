@@ -30,7 +30,8 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
         entry, stage = agreed
         if stage != "attn_scale":
             return None
-        answer = _edit(graph, node, SIDES[entry.fold], auto=False, by_contract=True)
+        # The forward has found K foldable where it must be; dK itself gets no factor.
+        answer = _edit(graph, node, ("q",), auto=False, by_contract=True)
         if isinstance(answer, Decline):
             raise FoldContractError(
                 f"sdpa_backward {node.name!r}: the forward {entry.node!r} folded 1/ln 2, "
@@ -54,11 +55,11 @@ def _edit(
     group = find_group(graph, node, sides, auto)
     if isinstance(group, Decline):
         return group
-    if group.has_backward and group.external(graph) and not by_contract:
+    if group.is_external and not by_contract:
         return Decline("Q comes from a forward graph and there is no contract: left as written")
     if unfolded := [n.name for n in group.nodes if n.attrs.attn_scale != 1.0]:
         return Decline(f"attn_scale of {unfolded} was not folded, so 1/ln 2 stays in the softmax")
-    if [n for n in group.nodes if n.attrs.softmax_input_is_log2]:
+    if any(n.attrs.softmax_input_is_log2 for n in group.nodes):
         return Decline("part of the group has base-2 logits already")
     edited = group.scaled(graph, {"q": INV_LN2}, softmax_input_is_log2=True)
     if isinstance(edited, Decline):

@@ -9,7 +9,7 @@ Equal in exact arithmetic: a rotation is linear. One rounding goes: y is never s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import Rope, RopeBackward, Scale
@@ -17,7 +17,7 @@ from ropegraph.passes.limits import times, why_not_scale
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 _LINEAR = (Rope, RopeBackward, Scale)
-_DATA = {Rope: "input", RopeBackward: "dY", Scale: "input"}
+_DATA: dict[Any, str] = {Rope: "input", RopeBackward: "dY", Scale: "input"}
 
 
 def _apply(graph: Graph, node: Node[Scale]) -> Edit | Decline:
@@ -66,7 +66,7 @@ def _into_readers(graph: Graph, node: Node[Scale]) -> Edit | Decline:
 
 def _takes(node: Node[Any], value: str) -> bool:
     """True if ``value`` is what the node rotates, and not, say, its table of angles."""
-    port = _DATA.get(type(node.attrs))
+    port = _DATA.get(cast(Any, type(node.attrs)))
     return port is not None and [p for p, v in node.inputs.items() if v == value] == [port]
 
 

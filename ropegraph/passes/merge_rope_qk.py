@@ -24,27 +24,39 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     first, second = found
     if first.name == second.name:
         return Decline(f"q and k are made by the same node {first.name!r}")
+    return merged(graph, first, second)
+
+
+def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
+    """Two rotations as one launch, or why they cannot be."""
     if replace(first.attrs, output_scale=1.0) != replace(second.attrs, output_scale=1.0):
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
     if _waits(graph, first, second) or _waits(graph, second, first):
         return Decline(f"one of {first.name!r} and {second.name!r} needs the other's result")
+    name, taken = f"{first.name}+{second.name}", {n.name for n in graph.nodes}
+    while name in taken:
+        name += "+"
     pair = Node(
-        f"{first.name}+{second.name}",
-        RopePair((first.attrs, second.attrs)),
+        name,
+        RopePair((first.attrs, second.attrs), (first.name, second.name)),
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
     )
-    return Edit((pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}")
+    return Edit(
+        (pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}"
+    )
 
 
 def _forward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:
-    makers = [graph.producer(node.inputs[port]) for port in ("q", "k")]
-    for port, maker in zip(("q", "k"), makers, strict=True):
+    found: list[Node[Any]] = []
+    for value in (node.inputs["q"], node.inputs["k"]):
+        maker = graph.producer(value)
         if maker is None or not isinstance(maker.attrs, (Rope, RopePair)):
-            return Decline(f"{node.inputs[port]!r} is not made by rope")
+            return Decline(f"{value!r} is not made by rope")
         if isinstance(maker.attrs, RopePair):
             return Decline(f"{maker.name!r} is a merged launch already")
-    return makers[0], makers[1]  # pyright: ignore[reportReturnType]
+        found.append(maker)
+    return found[0], found[1]
 
 
 def _backward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:

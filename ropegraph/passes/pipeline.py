@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from ropegraph.ir.contract import Fold, FoldContract, FoldEntry
-from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rope, Scale, Sdpa
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import Rope, Rotation, Scale, Sdpa
 from ropegraph.ir.verify import verify
 from ropegraph.passes.drop_dead import drop_dead
 from ropegraph.passes.fold_attn_scale import fold_attn_scale
 from ropegraph.passes.fold_inv_ln2 import fold_inv_ln2
 from ropegraph.passes.fold_scale_node import fold_scale_node
+from ropegraph.passes.merge_lone_ropes import merge_lone_ropes
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
 from ropegraph.passes.rewrite import Decision, Rule
 
@@ -24,6 +25,18 @@ DEFAULT: tuple[Rule, ...] = (
     fold_attn_scale,
     fold_inv_ln2,
     merge_rope_qk,
+    merge_lone_ropes,
+)
+
+# A backward graph is held against its forward as both were recorded: a scale node behind
+# rope_backward, say to undo a loss scale, folds into it only after that.
+BACKWARD: tuple[Rule, ...] = (
+    drop_dead,
+    fold_attn_scale,
+    fold_inv_ln2,
+    fold_scale_node,
+    merge_rope_qk,
+    merge_lone_ropes,
 )
 
 
@@ -36,8 +49,13 @@ class Trace:
     decisions: tuple[Decision, ...]
 
 
-def run(graph: Graph, rules: tuple[Rule, ...] = DEFAULT) -> tuple[Trace, ...]:
-    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result."""
+def run(graph: Graph, rules: tuple[Rule, ...] | None = None) -> tuple[Trace, ...]:
+    """Apply ``rules`` in order; the first Trace is the graph as recorded, the last the result.
+
+    rules: by default BACKWARD for a graph with a contract, DEFAULT for any other.
+    """
+    if rules is None:
+        rules = DEFAULT if graph.contract is None else BACKWARD
     verify(graph, after="record")
     trace = [Trace("record", graph, ())]
     for rule in rules:
@@ -54,9 +72,9 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
     entries: dict[str, FoldEntry] = {}
     for node in before.nodes:
         if isinstance(node.attrs, Sdpa):
-            folded = after.node(node.name)
-            log2 = folded.attrs.softmax_input_is_log2 and not node.attrs.softmax_input_is_log2
-            moved = folded.attrs.attn_scale != node.attrs.attn_scale
+            now = cast(Sdpa, after.node(node.name).attrs)
+            log2 = now.softmax_input_is_log2 and not node.attrs.softmax_input_is_log2
+            moved = now.attn_scale != node.attrs.attn_scale
             fold: Fold = "off"
             if log2 or moved:
                 fold = "symmetric" if before.fold == "symmetric" else "q"
@@ -65,16 +83,20 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
                 attention=node.attrs,
                 fold=fold,
                 log2=log2,
-                q_source=_source(before, node.inputs["q"]),
-                k_source=_source(before, node.inputs["k"]),
+                q_chain=_chain(trace[0].graph, node.inputs["q"]),
+                k_chain=_chain(trace[0].graph, node.inputs["k"]),
                 ports=tuple(sorted(set(node.inputs) - {"q", "k", "v"})),
                 engine=engines.get(node.name, ""),
             )
-    return FoldContract(entries)
+    return FoldContract(entries, before.fold, before.fold_log2)
 
 
-def _source(graph: Graph, value: str) -> Any:
-    producer: Node[Any] | None = graph.producer(value)
-    if producer is None or not isinstance(producer.attrs, (Rope, Scale)):
-        return None
-    return producer.attrs.factor if isinstance(producer.attrs, Scale) else producer.attrs
+def _chain(graph: Graph, value: str) -> tuple[Rotation | float, ...]:
+    """The rotations and factors that make ``value``, from the last one up to a graph input."""
+    found: list[Rotation | float] = []
+    producer = graph.producer(value)
+    while producer is not None and isinstance(producer.attrs, (Rope, Scale)):
+        attrs = producer.attrs
+        found.append(attrs.factor if isinstance(attrs, Scale) else attrs)
+        producer = graph.producer(producer.inputs["input"])
+    return tuple(found)

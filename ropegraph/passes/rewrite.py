@@ -61,10 +61,12 @@ class Rule:
                 answer = self.apply(graph, node)
                 if isinstance(answer, Edit):
                     graph = graph.edited(answer.nodes, answer.removed)
-                    applied.append(Decision(self.name, node.name, True, answer.note))
+                    applied.append(Decision(self.name, node.name, applied=True, text=answer.note))
                     break
                 if isinstance(answer, Decline):
-                    declined.append(Decision(self.name, node.name, False, answer.reason))
+                    declined.append(
+                        Decision(self.name, node.name, applied=False, text=answer.reason)
+                    )
             else:
                 done = {d.node for d in applied}
                 return graph, (*applied, *(d for d in declined if d.node not in done))

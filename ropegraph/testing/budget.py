@@ -16,7 +16,7 @@ from torch import Tensor
 def rounding(want: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place of each element of ``want`` in ``dtype``, at least."""
     info = torch.finfo(dtype)
-    size = torch.where(torch.isfinite(want), want.double().abs(), 0.0)
+    size = torch.where(torch.isfinite(want), want.detach().double().abs(), 0.0)
     return size * (info.eps / 2) + info.smallest_normal * info.eps / 2
 
 
@@ -56,5 +56,5 @@ def assert_within(got: Tensor, want: Tensor, allowed: Tensor | float, what: str 
 
 def relative(want: Tensor, tolerance: float) -> float:
     """An allowed error for a whole tensor: ``tolerance`` times its largest finite element."""
-    size = torch.where(torch.isfinite(want), want.double().abs(), 0.0)
+    size = torch.where(torch.isfinite(want), want.detach().double().abs(), 0.0)
     return tolerance * max(float(size.max()) if size.numel() else 0.0, 1e-300)

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ropegraph.ir.graph import span
+
 Layout = Literal["bhsd", "bshd", "packed_qkv", "expanded", "gapped", "odd_size_1"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
@@ -41,13 +43,6 @@ def strides(dim: Sequence[int], layout: Layout = "bhsd") -> tuple[int, ...]:
         case "odd_size_1":
             full = strides(dim, "bhsd")
             return tuple(7 if n == 1 else stride for n, stride in zip(dim, full, strict=True))
-
-
-def span(dim: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last one that dim and stride reach."""
-    if 0 in dim:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(dim, stride, strict=True))
 
 
 def poisoned(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ropegraph.cli.demo.graphs import RotaryAttention, Setting, Sizes
 from ropegraph.cli.demo.model import Attention, Shape
 
 
@@ -39,3 +42,35 @@ def slightly_wrong_attention(shape: Shape) -> Attention:
         return right(q, k, v)
 
     return attention
+
+
+def graph_attention(shape: Shape, setting: Setting) -> Attention:
+    """Rotation and attention by a forward graph, their gradients by the graph derived from it."""
+    built: dict[tuple[int, ...], RotaryAttention] = {}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, h_q, s, d = q.shape
+        strides = (q.stride(), k.stride(), v.stride())
+        key = (b, *strides[0], *strides[1], *strides[2])
+        if key not in built:
+            sizes = Sizes(b, h_q, k.shape[1], s, d, shape.rotated)
+            built[key] = RotaryAttention(sizes, setting, shape.angles(), q.dtype, strides)
+        return cast(Tensor, _Attend.apply(q, k, v, built[key]))
+
+    return attention
+
+
+class _Attend(torch.autograd.Function):
+    """Two graphs as one differentiable function of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, graphs: RotaryAttention) -> Tensor:
+        handed = graphs.run_forward(q, k, v)
+        ctx.graphs, ctx.names = graphs, tuple(handed)
+        ctx.save_for_backward(*handed.values())
+        return handed["o"]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        handed = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        return (*ctx.graphs.run_backward(gradients[0], handed), None)

@@ -1,4 +1,4 @@
-"""The demo's graphs: rotate Q and K, attend, and the gradient graph of that, with one fold setting."""
+"""The demo's graphs: rotate Q and K, attend, and the gradient graph of that, under one fold."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Setting:
     fold_log2: bool = False
 
 
-OFF = Setting("off", "off")
 SETTINGS = (
-    OFF,
+    Setting("off", "off"),
     Setting("q", "q"),
     Setting("symmetric", "symmetric"),
     Setting("q + log2", "q", fold_log2=True),
@@ -70,7 +69,7 @@ class RotaryAttention:
         strides: Sequence[Sequence[int] | None] = (None, None, None),
     ) -> None:
         self.sizes, self.dtype, self.freqs = sizes, dtype, freqs
-        b, h_q, s, d = sizes.q_dim
+        _, h_q, s, d = sizes.q_dim
         self.o_stride = (s * h_q * d, d, h_q * d, 1)
 
         g = rg.pygraph("forward", dtype, fold=setting.fold, fold_log2=setting.fold_log2)
@@ -89,3 +88,27 @@ class RotaryAttention:
         self.backward = g.backward_graph(outputs=[o], inputs=[q, k, v])
         self.forward.build()
         self.backward.build()
+
+    def run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Execute the forward. Returns o, and all else that the backward has to be handed."""
+        pack = {"q": q, "k": k, "v": v, "freqs": self.freqs}
+        written = {"o", *self.backward.saved} - pack.keys()
+        made = {name: _buffer(self.forward.find_tensor(name)) for name in sorted(written)}
+        self.forward.execute({**pack, **made})
+        wanted = {"o", *self.backward.saved}
+        return {name: tensor for name, tensor in (pack | made).items() if name in wanted}
+
+    def run_backward(self, do: Tensor, handed: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Execute the gradient graph on what run_forward returned. Returns dq, dk, dv."""
+        incoming = self.backward.find_tensor("do")
+        if list(do.stride()) != incoming.get_stride():
+            do = _buffer(incoming).copy_(do)
+        dq, dk, dv = (_buffer(self.backward.find_tensor(name)) for name in ("dq", "dk", "dv"))
+        self.backward.execute({**handed, "do": do, "dq": dq, "dk": dk, "dv": dv})
+        return dq, dk, dv
+
+
+def _buffer(tensor: rg.tensor) -> Tensor:
+    """Memory for a tensor of a graph."""
+    dtype = getattr(torch, tensor.get_data_type().torch_name)
+    return torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype)

@@ -62,6 +62,7 @@ class Progress:
     def __init__(self, label: str, total: int) -> None:
         self.label = label
         self.total = total
+        self.done = 0
         self._is_live = sys.stdout.isatty()
         self._started = time.perf_counter()
         self._drawn = -math.inf
@@ -77,20 +78,21 @@ class Progress:
     def seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def update(self, done: int, note: str = "") -> None:
-        """Draw again, ten times a second at most: drawing is no part of what is timed."""
+    def advance(self, note: str = "") -> None:
+        """One step more; drawn ten times a second at most, for drawing must not cost time."""
+        self.done += 1
         now = time.perf_counter()
-        if not self._is_live or (done < self.total and now - self._drawn < 0.1):
+        if not self._is_live or (self.done < self.total and now - self._drawn < 0.1):
             return
         self._drawn = now
-        filled = 24 * done // self.total
+        filled = 24 * self.done // self.total
         full, empty = ("█", "░") if can_print("█░") else ("#", ".")
         bar = full * filled + empty * (24 - filled)
-        text = f"  {self.label:<22} {bar} {done:>4}/{self.total} {note} {self.seconds:5.1f} s"
+        text = f"  {self.label:<22} {bar} {self.done:>4}/{self.total} {note} {self.seconds:5.1f} s"
         print(f"\r\x1b[2K{text[:WIDTH]}", end="", flush=True)
 
     def close(self, note: str) -> None:
-        """Leave one line behind, with the time that it took."""
+        """Leave one line behind."""
         start = "\r\x1b[2K" if self._is_live else ""
-        print(f"{start}  {self.label:<22} {note}  {self.seconds:5.1f} s", flush=True)
+        print(f"{start}  {self.label:<22} {note}", flush=True)
         self._is_live = False

@@ -38,7 +38,6 @@ class Run:
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor]
-    seconds: float
 
 
 def train(
@@ -71,12 +70,11 @@ def train(
                 }
             optimizer.step()
             losses.append(loss.item())
-            progress.update(step, f"loss {losses[-1]:.4f}")
+            progress.advance(f"loss {losses[-1]:.4f}")
             if progress.seconds > seconds_at_most:
                 break
-        seconds = progress.seconds
         progress.close(f"{len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
-    return Run(tuple(losses), gradients, seconds)
+    return Run(tuple(losses), gradients)
 
 
 def loss_gap(run: Run, other: Run) -> float:
@@ -89,12 +87,14 @@ def gradient_gap(run: Run, other: Run) -> float:
     """The largest relative difference, in the 2-norm, over all parameters' gradients of step 1."""
     if run.gradients.keys() != other.gradients.keys():
         return float("nan")
-    norm = torch.linalg.vector_norm
     gaps = [
-        float(norm(run.gradients[name] - right) / norm(right))
-        for name, right in other.gradients.items()
+        _norm(run.gradients[name] - right) / _norm(right) for name, right in other.gradients.items()
     ]
     return max_or_nan(gaps)
+
+
+def _norm(x: Tensor) -> float:
+    return float(x.double().square().sum().sqrt())
 
 
 def max_or_nan(values: list[float]) -> float:

@@ -59,6 +59,8 @@ class _Kernel:
 class DenseLaunch:
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
+    can_be_captured = True
+
     def __init__(self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape) -> None:
         self.name, self.jobs = name, tuple(jobs)
         self.driver, self.context = loaded.driver, loaded.context
@@ -160,6 +162,8 @@ def _room(buffer: Tensor) -> int:
 
 class Nothing:
     """Nothing to rotate, nothing to launch."""
+
+    can_be_captured = True
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from ropegraph.engines.reference.buffers import gather, scatter
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
-from ropegraph.ir.graph import Node, merged_ports
+from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
     Op,
     Rope,
@@ -59,8 +59,9 @@ class Reference:
         match step.node.attrs:
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return RunRope(step, attrs)
-            case RopePair() as pair:
-                return RunBoth(tuple(self.compile(part, device) for part in _parts(step, pair)))
+            case RopePair():
+                parts = (replace(step, node=single) for single in singles(step.node))
+                return RunBoth(tuple(self.compile(part, device) for part in parts))
             case Sdpa() as attrs:
                 return RunSdpa(step, attrs)
             case SdpaBackward() as attrs:
@@ -69,22 +70,6 @@ class Reference:
                 return RunScale(step, factor)
             case Sum():
                 return RunSum(step)
-
-
-def _parts(step: Step, pair: RopePair) -> list[Step]:
-    """The two single rotations that a RopePair stands for."""
-    return [
-        replace(
-            step,
-            node=Node(
-                name=step.name,
-                attrs=part,
-                inputs=merged_ports(pair, step.node.inputs, i),
-                outputs=merged_ports(pair, step.node.outputs, i),
-            ),
-        )
-        for i, part in enumerate(pair.parts)
-    ]
 
 
 @dataclass(frozen=True)

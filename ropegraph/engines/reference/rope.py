@@ -120,10 +120,9 @@ def _cos_sin(
     angles = table[:s].permute(1, 2, 0, 3)
     if attrs.inverse:
         angles = -angles
-    return tuple(  # pyright: ignore[reportReturnType]
-        (attrs.attention_factor * t.cos(), attrs.attention_factor * t.sin())
-        for t in (angles[..., columns] for columns in _columns(attrs))
-    )
+    first, second = (angles[..., columns] for columns in _columns(attrs))
+    a = attrs.attention_factor
+    return (a * first.cos(), a * first.sin()), (a * second.cos(), a * second.sin())
 
 
 def _columns(attrs: Rotation) -> tuple[Tensor, Tensor]:

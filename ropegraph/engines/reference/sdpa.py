@@ -20,6 +20,7 @@ from ropegraph.engines.reference.buffers import (
     scatter,
     sequence_lengths,
 )
+from ropegraph.engines.reference.dropout import drop_factors
 from ropegraph.engines.reference.mask import alibi, kept
 from ropegraph.engines.reference.score_mod import evaluate
 from ropegraph.ir.ops import Attention, Sdpa, SdpaBackward
@@ -110,6 +111,9 @@ def attention(attrs: Attention, given: Inputs) -> tuple[Tensor, Tensor]:
     weights = torch.exp(logits - top)
     total = weights.sum(dim=3, keepdim=True) + torch.exp(sink - top)
     stats = top + torch.log(total)
+    # A row past seq_len_q belongs to no sequence, dense as in a ragged tensor: not even a sink.
+    real = torch.arange(s_q) < torch.tensor(given.len_q, dtype=torch.int64).reshape(b, 1, 1)
+    stats = torch.where(real.unsqueeze(3).to(q.device), stats, -inf)
     weights = weights / torch.where(total == 0, 1.0, total)
     if given.drop is not None:
         weights = weights * given.drop
@@ -154,7 +158,17 @@ def _read(step: Step, attrs: Attention, env: Sequence[Tensor]) -> Inputs:
     attn_scale = attrs.attn_scale
     if attn_scale is None:
         attn_scale = float(env[step.slot("attn_scale")])
-    return Inputs(tensors, len_q, len_kv, attn_scale, drop=None)
+    return Inputs(tensors, len_q, len_kv, attn_scale, _drop(step, attrs, env, tensors))
+
+
+def _drop(
+    step: Step, attrs: Attention, env: Sequence[Tensor], tensors: Mapping[str, Tensor]
+) -> Tensor | None:
+    if attrs.dropout_p is None:
+        return None
+    (b, h_q, s_q, _), s_kv = tensors["q"].shape, tensors["k"].shape[2]
+    seed, offset = (integers(step, port, env)[0] for port in ("seed", "offset"))
+    return drop_factors(attrs.dropout_p, seed, offset, (b, h_q, s_q, s_kv)).to(tensors["q"].device)
 
 
 def _lengths(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -29,29 +30,24 @@ class Band:
         col1 = s_kv if self.high is None else min(max(0, row1 + self.high), s_kv)
         return col0, max(col0, col1)
 
-    def rows(self, s_q: int, s_kv: int) -> tuple[int, int]:
-        """The [row0, row1) outside of which no row sees any key."""
-        row0 = 0 if self.high is None else min(max(0, -self.high), s_q)
-        row1 = s_q if self.low is None else min(max(0, s_kv - self.low), s_q)
-        return row0, max(row0, row1)
+    def hide(self, scores: torch.Tensor, row0: int, col0: int) -> None:
+        """Write -inf over what the band hides of scores[..., rows from row0, columns from col0].
 
-    def hide(self, scores: torch.Tensor, row0: int, col0: int, value: float = NEG_INF) -> None:
-        """Write ``value`` over what the band hides of scores[..., rows from row0, cols from col0].
-
-        Only the columns that the diagonal edge crosses are touched.
+        Only the columns that an edge of the band crosses are touched.
         """
         n_rows, n_cols = scores.shape[-2:]
+        mask = _cached_triangle if scores.is_cpu else _triangle
         if self.high is not None:
             first = max(0, row0 + self.high + 1 - col0)
             if first < n_cols:
-                offset = row0 + self.high + 1 - col0 - first
-                mask = _upper(n_rows, n_cols - first, offset, scores.device)
-                scores[..., first:].masked_fill_(mask, value)
+                diagonal = row0 + self.high + 1 - col0 - first
+                above = mask(n_rows, n_cols - first, diagonal, "above", scores.device)
+                scores[..., first:].masked_fill_(above, NEG_INF)
         if self.low is not None:
             end = min(n_cols, row0 + n_rows - 1 + self.low - col0)
             if end > 0:
-                mask = _lower(n_rows, end, row0 + self.low - 1 - col0, scores.device)
-                scores[..., :end].masked_fill_(mask, value)
+                below = mask(n_rows, end, row0 + self.low - 1 - col0, "below", scores.device)
+                scores[..., :end].masked_fill_(below, NEG_INF)
 
 
 def band_of(attrs: Attention, s_q: int, s_kv: int) -> Band:
@@ -67,12 +63,14 @@ def band_of(attrs: Attention, s_q: int, s_kv: int) -> Band:
     return Band(low, high)
 
 
-# Tiles of one call repeat a handful of masks, and so do calls: keep the last few.
-@lru_cache(maxsize=32)
-def _upper(rows: int, cols: int, diagonal: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, cols, dtype=torch.bool, device=device).triu(diagonal)
+def _triangle(
+    rows: int, cols: int, diagonal: int, side: Literal["above", "below"], device: torch.device
+) -> torch.Tensor:
+    """True on the diagonal column - row = diagonal and on one side of it."""
+    ones = torch.ones(rows, cols, dtype=torch.bool, device=device)
+    return ones.triu(diagonal) if side == "above" else ones.tril(diagonal)
 
 
-@lru_cache(maxsize=32)
-def _lower(rows: int, cols: int, diagonal: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, cols, dtype=torch.bool, device=device).tril(diagonal)
+# The tiles of a call repeat a handful of masks, and so do calls.  Not on a GPU, where a mask made
+# on one stream could be read on another before it is written.
+_cached_triangle = lru_cache(maxsize=8)(_triangle)

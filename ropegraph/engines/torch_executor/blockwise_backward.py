@@ -7,9 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from ropegraph.engines.torch_executor.band import NEG_INF
-from ropegraph.engines.torch_executor.logits import Logits, scaled_bmm
-from ropegraph.engines.torch_executor.masked import is_finite, seen_matmul
-from ropegraph.engines.torch_executor.problem import Group, Shape, Tile, by_head, groups, tiles
+from ropegraph.engines.torch_executor.dropout import Dropout
+from ropegraph.engines.torch_executor.logits import LOG2_E, Logits, products, scaled_bmm
+from ropegraph.engines.torch_executor.masked import INF, is_finite, seen_matmul
+from ropegraph.engines.torch_executor.problem import (
+    Group,
+    Shape,
+    Tile,
+    by_head,
+    groups,
+    tile_elems,
+    tiles,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Backward:
     d_bias: torch.Tensor | None = None
     d_sink: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ def backward(job: Backward) -> None:
         for grad in (job.d_k, job.d_v):
             if grad is not None:
                 grad.zero_()
-    for group in groups(shape, job.logits.band):
+    for group in groups(shape, job.logits.band, tile_elems(job.q.device)):
         _backward_group(job, group, careful)
 
 
@@ -81,48 +91,56 @@ def _backward_group(job: Backward, group: Group, careful: bool) -> None:
 
 def _backward_tile(job: Backward, tile: Tile, keys: _Keys, careful: bool) -> None:
     d_q = None if job.d_q is None else job.d_q[tile.index]
-    d_o = job.d_o[tile.index].to(job.compute)
-    delta = (job.o[tile.index].to(job.compute) * d_o).sum(-1, keepdim=True)
-    # exp(logit - inf) is the zero weight of a row that sees nothing.
-    lse = job.stats[tile.index].to(job.compute)
-    lse = lse.masked_fill(lse == NEG_INF, float("inf"))
-    if job.sink is not None and job.d_sink is not None:
-        share = (job.sink[tile.h, None, None] - lse).exp_()
-        job.d_sink[tile.h].sub_((share * delta).sum((0, 2, 3)))
+    # Contiguous, or the order of the sum (so its last bits) would follow the layout of d_o.
+    d_o = job.d_o[tile.index].to(job.compute).contiguous()
+    delta = (job.o[tile.index].to(job.compute).contiguous() * d_o).sum(-1, keepdim=True)
+    # exp2(logit - inf) is the zero weight of a row that sees nothing.
+    lse = job.stats[tile.index].to(job.compute).contiguous() * LOG2_E
+    lse.masked_fill_(lse == NEG_INF, INF)
     if tile.col0 == tile.col1:
         if d_q is not None:
             d_q.zero_()
         return
-    columns = tile.columns
     n_k, n_v = keys.k.shape[0] // tile.shape[0], keys.v.shape[0] // tile.shape[0]
+    k, v = keys.k[:, tile.columns], keys.v[:, tile.columns]
     q = by_head(job.q[tile.index].to(job.compute), n_k)
-    logits = job.logits.of_tile(q, keys.k[:, columns], tile, careful)
-    seen = (logits != NEG_INF) & (lse != float("inf")) if careful else None
-    weights = logits.sub_(lse).exp_()
+    logits, pull = job.logits.with_pullback(q, k, tile, careful)
+    seen = (logits != NEG_INF) & (lse != INF) if careful else None
+    weights = logits.sub_(lse).exp2_()
     if seen is not None:
         weights.masked_fill_(~seen, 0)
+        # o is 0 in a row that sees nothing, whatever d_o holds.
+        delta.masked_fill_(~seen.any(-1, keepdim=True), 0)
+    if job.sink is not None and job.d_sink is not None:
+        share = (job.sink[tile.h, None, None] * LOG2_E - lse).exp2_()
+        job.d_sink[tile.h].sub_((share * delta).sum((0, 2, 3)))
     d_out = by_head(d_o, n_v)
+    d_scores = products(d_out, v, 1.0, tile)
+    kept = weights
+    if job.dropout is not None:
+        dropped, factor = job.dropout.dropped(tile, weights.device), job.dropout.factor
+        kept = weights.masked_fill(dropped, 0).mul_(factor)
+        d_scores.mul_(factor).masked_fill_(dropped, 0)
     if keys.d_v is not None:
-        _add_product(keys.d_v[:, columns], by_head(weights, n_v), d_out, seen)
-    if d_q is None and keys.d_k is None and job.d_bias is None:
-        return
-    d_scores = torch.bmm(d_out, keys.v[:, columns].transpose(1, 2)).view(tile.shape)
+        _add_product(keys.d_v[:, tile.columns], by_head(kept, n_v), d_out, seen)
     d_scores.sub_(delta).mul_(weights)
     if seen is not None:
         d_scores.masked_fill_(~seen, 0)
     if job.d_bias is not None:
         _add_reduced(job.d_bias, d_scores, tile)
+    if pull is not None:
+        d_scores = pull(d_scores)
+        if seen is not None:
+            d_scores = d_scores.masked_fill(~seen, 0)
     d_scores = by_head(d_scores, n_k)
     if d_q is not None:
-        out = q.new_empty(q.shape)
         if seen is None:
-            scaled_bmm(d_scores, keys.k[:, columns], job.logits.scale, out=out)
+            out = scaled_bmm(d_scores, k, job.logits.scale, q.new_empty(q.shape))
         else:
-            out = seen_matmul(d_scores, keys.k[:, columns], seen.view(d_scores.shape))
-            out.mul_(job.logits.scale)
+            out = seen_matmul(d_scores, k, seen.view(d_scores.shape)).mul_(job.logits.scale)
         d_q.copy_(out.view(d_q.shape))
     if keys.d_k is not None:
-        _add_product(keys.d_k[:, columns], d_scores, q, seen)
+        _add_product(keys.d_k[:, tile.columns], d_scores, q, seen)
 
 
 def _add_product(

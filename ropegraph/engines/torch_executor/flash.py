@@ -8,123 +8,154 @@ f16 and bf16 are widened first: it would round the weights, and in the backward 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isnan
+
 import torch
 
-from ropegraph.engines.torch_executor.band import Band
-from ropegraph.engines.torch_executor.masked import is_finite
+from ropegraph.engines.torch_executor.band import NEG_INF, Band
 from ropegraph.engines.torch_executor.problem import Shape
+from ropegraph.ir.graph import Value
+from ropegraph.lowering.engine import Step
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-
-def fits(shape: Shape, d_qk: int, d_v: int, band: Band) -> bool:
-    """True if torch's kernel can serve tensors of these sizes under this band."""
-    sizes = (shape.b, shape.h_q, shape.h_k, shape.h_v, shape.s_q, shape.s_kv, d_qk, d_v)
-    return 0 not in sizes and d_qk == d_v and shape.h_k == shape.h_v and is_causal(band) is not None
+Scale = float | torch.Tensor
 
 
-def is_causal(band: Band) -> bool | None:
-    """The flag that gives this band; None if there is none."""
-    if band.is_open:
-        return False
-    return True if band == Band(None, 0) else None
+@dataclass(frozen=True)
+class Flash:
+    """The kernel with its settings.  Its methods answer False where they wrote nothing.
+
+    They decline tensors that are not on the CPU, scales that it gets wrong, and results with a NaN
+    where a struck-out slot may have leaked it.
+    rough: the ports whose tensors it cannot read as they are.  groups: h_k where that is not h_q.
+    """
+
+    causal: bool
+    dtype: torch.dtype
+    rough: frozenset[str]
+    groups: int | None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        stats: torch.Tensor | None,
+        scale: Scale,
+    ) -> bool:
+        """Fill o and stats."""
+        if not q.is_cpu or not _takes(scale, self.causal, self.dtype):
+            return False
+        if self.rough:
+            q, k, v = (self._smooth(p, x) for p, x in (("q", q), ("k", k), ("v", v)))
+        if self.groups is not None:
+            q, k, v = _grouped(q, self.groups), _shared(k, q), _shared(v, q)
+        out, lse = _forward(q, k, v, 0.0, self.causal, scale=scale)
+        if self.causal and isnan(out.amax().item()):
+            return False
+        _store(out, o)
+        if stats is not None:
+            _store(lse.unsqueeze(-1), stats)
+        return True
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        d_o: torch.Tensor,
+        stats: torch.Tensor,
+        scale: Scale,
+        d_q: torch.Tensor | None,
+        d_k: torch.Tensor | None,
+        d_v: torch.Tensor | None,
+    ) -> bool:
+        """Fill d_q, d_k and d_v."""
+        if not q.is_cpu or not _takes(scale, self.causal, self.dtype):
+            return False
+        # A row that sees nothing: the kernel would take exp(x + inf).
+        if stats.amin().item() == NEG_INF:
+            return False
+        if self.rough:
+            q, k, v = (self._smooth(p, x) for p, x in (("q", q), ("k", k), ("v", v)))
+            o, d_o, stats = self._smooth("o", o), d_o.to(self.dtype), stats.to(self.dtype)
+        if self.groups is not None:
+            h_k = self.groups
+            k, v = _shared(k, q), _shared(v, q)
+            q, o, d_o, stats = (_grouped(x, h_k) for x in (q, o, d_o, stats))
+        found = _backward(d_o, q, k, v, o, stats.squeeze(-1), 0.0, self.causal, scale=scale)
+        if self.causal and any(isnan(grad.amax().item()) for grad in found):
+            return False
+        if d_q is not None:
+            _store(found[0], d_q)
+        for made, grad in ((found[1], d_k), (found[2], d_v)):
+            if grad is not None:
+                # Each q head has made a gradient of its own for the head of k or v it shares.
+                grad.copy_(made if self.groups is None else made.sum(1).view(grad.shape))
+        return True
+
+    def _smooth(self, port: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).contiguous() if port in self.rough else x
 
 
-def takes_scale(scale: float, causal: bool, dtype: torch.dtype) -> bool:
+def flash_for(
+    shape: Shape, d_qk: int, d_v: int, band: Band, dtype: torch.dtype, rough: frozenset[str]
+) -> Flash | None:
+    """torch's kernel for a problem of these sizes and nothing but this band; None if it cannot."""
+    sizes = (shape.b, shape.h_q, shape.h_k, shape.s_q, shape.s_kv, d_qk)
+    if 0 in sizes or shape.h_k != shape.h_v or d_qk != d_v:
+        return None
+    if not band.is_open and band != Band(None, 0):
+        return None
+    groups = None if shape.h_k == shape.h_q else shape.h_k
+    return Flash(not band.is_open, dtype, rough, groups)
+
+
+def rough_ports(step: Step, dtype: torch.dtype) -> frozenset[str]:
+    """The ports that need a copy first: of another dtype, or rows that BLAS cannot step along."""
+    ports = [port for port in ("q", "k", "v", "o") if step.has(port)]
+    return frozenset(port for port in ports if not _is_smooth(step.value(port), dtype))
+
+
+def _is_smooth(value: Value, dtype: torch.dtype) -> bool:
+    _, _, s, d = value.dim
+    adjacent = d <= 1 or value.stride[3] == 1
+    # The row stride goes to BLAS as it is: 0 or overlapping rows would not do.
+    apart = s <= 1 or value.stride[2] >= d
+    return adjacent and apart and value.dtype.torch_name == str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=64)
+def _takes(scale: Scale, causal: bool, dtype: torch.dtype) -> bool:
     """False where the kernel would multiply the -inf of a struck-out slot by 0 or less."""
+    if isinstance(scale, torch.Tensor):
+        return False
     # The kernel holds the scale in the compute dtype: 1e-50 is 0 there.
     smallest = torch.finfo(dtype).tiny
     return smallest < abs(scale) < float("inf") and (scale > 0 or not causal)
 
 
-def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    stats: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-) -> bool:
-    """Fill o and stats; False if a struck-out slot may have leaked NaN or Inf into them."""
-    heads = k.shape[1]
-    out, lse = _forward(
-        _rows(q, heads, dtype), _shared(k, q, dtype), _shared(v, q, dtype), 0.0, causal, scale=scale
-    )
-    if causal and not is_finite(out):
-        return False
-    if heads == q.shape[1]:
-        o.copy_(out)
-        if stats is not None:
-            stats.copy_(lse.unsqueeze(-1))
-    else:
-        batches = (q.shape[0], heads)
-        o.unflatten(1, (heads, -1)).copy_(out.unflatten(0, batches))
-        if stats is not None:
-            stats.unflatten(1, (heads, -1)).copy_(lse.unsqueeze(-1).unflatten(0, batches))
-    return True
+def _grouped(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[b, h, s, d] as [b * heads, h / heads, s, d]: the q heads that share one head of k."""
+    return x.reshape(x.shape[0] * heads, x.shape[1] // heads, x.shape[2], x.shape[3])
 
 
-def flash_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    d_o: torch.Tensor,
-    stats: torch.Tensor,
-    grads: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-) -> bool:
-    """Fill grads (dQ, dK, dV); False if NaN or Inf, or a row that sees nothing, was met."""
-    heads = k.shape[1]
-    lse = stats.to(dtype)
-    if heads != q.shape[1]:
-        lse = lse.reshape(q.shape[0] * heads, -1, lse.shape[2], 1)
-    found = _backward(
-        _rows(d_o, heads, dtype),
-        _rows(q, heads, dtype),
-        _shared(k, q, dtype),
-        _shared(v, q, dtype),
-        _rows(o, heads, dtype),
-        lse.squeeze(-1),
-        0.0,
-        causal,
-        scale=scale,
-    )
-    if not is_finite(*found):
-        return False
-    for port, (grad, made) in enumerate(zip(grads, found, strict=True)):
-        if grad is None:
-            continue
-        if heads != q.shape[1]:
-            made = made.unflatten(0, (q.shape[0], heads))
-            grad = grad.unflatten(1, (heads, -1))
-            if port > 0:
-                made = made.sum(2, keepdim=True)
-        grad.copy_(made)
-    return True
+def _shared(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """k or v to match ``_grouped(q)``: each head repeated over its group by a stride of 0."""
+    each = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2], x.shape[3])
+    return each.expand(-1, q.shape[1] // x.shape[1], -1, -1)
 
 
-def _rows(x: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """[b, h, s, d] as [b * heads, h / heads, s, d] in ``dtype``, fit for a matrix product."""
-    x = x.to(dtype)
-    # The row stride goes to BLAS as it is: 0 or overlapping rows would not do.
-    if x.stride(3) != 1 or x.stride(2) < x.shape[3]:
-        x = x.contiguous()
-    if heads == x.shape[1]:
-        return x
-    return x.reshape(x.shape[0] * heads, -1, x.shape[2], x.shape[3])
-
-
-def _shared(x: torch.Tensor, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """k or v as ``_rows`` gives q, each head repeated over its group by a stride of 0."""
-    heads = x.shape[1]
-    x = _rows(x, heads, dtype)
-    if heads == q.shape[1]:
-        return x
-    x = x.reshape(-1, 1, x.shape[2], x.shape[3])
-    return x.expand(-1, q.shape[1] // heads, -1, -1)
+def _store(made: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy [b, h, s, d], or what ``_grouped`` made of it, into [b, h, s, d]."""
+    if made.shape != out.shape:
+        b, _, s, d = out.shape
+        grouped = (b, made.shape[0] // b, made.shape[1], s, d)
+        made, out = made.view(grouped), out.view(grouped)
+    out.copy_(made)

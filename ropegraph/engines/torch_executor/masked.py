@@ -6,6 +6,8 @@ product is right, and that is what runs; the rest is for inputs that hold a NaN 
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 
 INF = float("inf")
@@ -14,7 +16,7 @@ INF = float("inf")
 def is_finite(*tensors: torch.Tensor) -> bool:
     """True if no element is NaN or Inf.  A false alarm is possible: a sum may overflow."""
     # One read-only pass without a temporary; a NaN or an Inf always survives a sum.
-    return all(bool(x.sum(dtype=_wide(x.dtype)).isfinite()) for x in tensors)
+    return all(isfinite(x.sum(dtype=_wide(x.dtype)).item()) for x in tensors)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

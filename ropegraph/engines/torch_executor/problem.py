@@ -13,11 +13,13 @@ import torch
 
 from ropegraph.engines.torch_executor.band import Band
 
-# Elements of one tile of logits: small enough to stay in cache between the passes over it.
-TILE_ELEMS = 1 << 20
+# Elements of one tile of logits, a thread: small enough to stay in cache between the passes over
+# it.  A GPU has no such wish; there fewer launches count.
+TILE_ELEMS = 1 << 18
+GPU_TILE_ELEMS = 1 << 24
 # Fewer rows than this make the matrix products slow; a tile then grows up to the hard limit.
 MIN_ROWS = 64
-MAX_TILE_ELEMS = 1 << 23
+MAX_TILE_ELEMS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,30 @@ class Group:
         return self.b, slice(self.h.start // ratio, self.h.stop // ratio)
 
 
-def groups(shape: Shape, band: Band) -> Iterator[Group]:
+def tile_elems(device: torch.device) -> int:
+    """How many elements a tile of logits should have on this device."""
+    if device.type != "cpu":
+        return GPU_TILE_ELEMS
+    return min(MAX_TILE_ELEMS, TILE_ELEMS * torch.get_num_threads())
+
+
+def groups(shape: Shape, band: Band, elems: int) -> Iterator[Group]:
     """Cut batches and heads so that a tile of a useful number of rows stays in cache."""
     if 0 in (shape.b, shape.h_q, shape.s_q):
         return
-    widest = max(1, min(shape.s_kv, _band_width(band, shape)))
+    span = _band_span(shape, band)
+    widest = max(1, min(shape.s_kv, span + MIN_ROWS))
     unit = shape.head_unit
-    per_unit = unit * min(shape.s_q, MIN_ROWS) * widest
-    n_heads = unit * max(1, min(shape.h_q // unit, TILE_ELEMS // per_unit))
+    # The q heads that share a head of k or v are rows of one matrix product.
+    min_rows = min(shape.s_q, max(1, MIN_ROWS // (shape.h_q // max(shape.h_k, shape.h_v))))
+    n_heads = unit * max(1, min(shape.h_q // unit, elems // (unit * min_rows * widest)))
     n_batches = 1
     if n_heads == shape.h_q:
-        n_batches = max(1, min(shape.b, TILE_ELEMS // (shape.h_q * shape.s_q * widest)))
+        n_batches = max(1, min(shape.b, elems // (shape.h_q * shape.s_q * widest)))
     row_elems = n_batches * n_heads * widest
-    least = min(MIN_ROWS, MAX_TILE_ELEMS // row_elems)
-    n_rows = max(1, least, min(shape.s_q, TILE_ELEMS // row_elems))
+    least = min(min_rows, MAX_TILE_ELEMS // row_elems)
+    # Rows far apart see different keys: a tile taller than its band would be mostly struck out.
+    n_rows = max(1, least, min(shape.s_q, elems // row_elems, max(MIN_ROWS, span // 2)))
     for b0 in range(0, shape.b, n_batches):
         for h0 in range(0, shape.h_q, n_heads):
             b1, h1 = min(shape.b, b0 + n_batches), min(shape.h_q, h0 + n_heads)
@@ -108,13 +120,14 @@ def tiles(group: Group, shape: Shape, band: Band) -> Iterator[Tile]:
         yield Tile(group.b, group.h, row0, row1, *band.columns(row0, row1, shape.s_kv))
 
 
-def _band_width(band: Band, shape: Shape) -> int:
-    """Columns that a block of MIN_ROWS rows sees at most."""
+def _band_span(shape: Shape, band: Band) -> int:
+    """Columns that one row sees at most."""
     if band.low is None or band.high is None:
         return shape.s_kv
-    return band.high - band.low + MIN_ROWS
+    return min(shape.s_kv, max(0, band.high - band.low + 1))
 
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[b, h, rows, c] as [b * heads, h / heads * rows, c]: the q heads of a group as more rows."""
-    return x.reshape(x.shape[0] * heads, -1, x.shape[-1])
+    b, h, rows, c = x.shape
+    return x.reshape(b * heads, h // heads * rows, c)

@@ -16,6 +16,9 @@ from ropegraph.engines.torch_executor.sequences import lengths_of, read_starts, 
 from ropegraph.ir.ops import Rope, RopeBackward, RopeFreqsGrad, RopePair, Rotation
 from ropegraph.lowering.engine import Executable, Step
 
+# The [h, n, d] views of one ragged tensor that are read, with those that are written.
+Sequences = list[tuple[Tensor, Tensor]]
+
 
 def split_pairs(x: Tensor, attrs: Rotation, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and the second channel of every pair in the rotated segment."""
@@ -40,6 +43,8 @@ class Rotator:
     def __call__(self, x: Tensor, out: Tensor, tables: Tables) -> None:
         """Write the rotated x to ``out``; ``tables`` are unscaled and as long as x."""
         attrs = self.attrs
+        if x.data_ptr() == out.data_ptr():
+            x = x.clone()  # in place: every product reads what the first one would overwrite
         x1, x2 = split_pairs(x, attrs, self.reads)
         out1, out2 = split_pairs(out, attrs, self.writes)
         cos1, sin1, cos2, sin2 = scaled(tables, self.factor)
@@ -91,28 +96,35 @@ class RopeStep:
         """The unscaled tables for positions 0 to rows - 1."""
         return cos_sin(self.attrs, env[self.freqs], rows, compute_dtype(self.attrs, env[self.x]))
 
-    def run(self, env: Sequence[Tensor], tables: Tables) -> None:
-        """Rotate with tables that have exactly ``rows`` rows."""
-        if self.offsets < 0:
-            self.rotate(env[self.x], env[self.out], tables)
-        else:
-            self._run_ragged(env, tables)
+    def sequences(self, env: Sequence[Tensor]) -> Sequences | None:
+        """What is read and written for each sequence of a ragged tensor; None for a dense one.
 
-    def _run_ragged(self, env: Sequence[Tensor], tables: Tables) -> None:
-        """Positions restart in each sequence; memory outside every sequence becomes zero."""
-        x, out = env[self.x], env[self.out]
+        Raises PositionError for offsets outside of a buffer; nothing is written yet.
+        """
+        if self.offsets < 0:
+            return None
         starts = read_starts(env[self.offsets], self.x_value)
         lengths = lengths_of(starts, self.x_value)
-        sources = views(x, self.x_value, starts, lengths)
-        targets = views(out, self.out_value, starts, lengths)
-        out.zero_()
-        for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        sources = views(env[self.x], self.x_value, starts, lengths)
+        targets = views(env[self.out], self.out_value, starts, lengths)
+        return list(zip(sources, targets, strict=True))
+
+    def run(self, env: Sequence[Tensor], tables: Tables, sequences: Sequences | None) -> None:
+        """Rotate with tables that have exactly ``rows`` rows.
+
+        Positions restart in each sequence; memory outside every sequence becomes zero.
+        """
+        if sequences is None:
+            self.rotate(env[self.x], env[self.out], tables)
+            return
+        env[self.out].zero_()
+        for i, (source, target) in enumerate(sequences):
             row = min(i, tables[0].shape[0] - 1)
             own = tuple(t[row, :, : source.shape[1]] for t in tables)
             self.rotate(source, target, own)  # pyright: ignore[reportArgumentType]
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        self.run(env, self.tables(env, self.rows))
+        self.run(env, self.tables(env, self.rows), self.sequences(env))
 
 
 class RopePairStep:
@@ -124,11 +136,12 @@ class RopePairStep:
         self.shared = same and self.first.x_value.dtype is self.second.x_value.dtype
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        first, second = self.first.sequences(env), self.second.sequences(env)
         tables = self.first.tables(env, self.first.rows)
-        self.first.run(env, tables)
+        self.first.run(env, tables, first)
         if not self.shared:
             tables = self.second.tables(env, self.second.rows)
-        self.second.run(env, tables)
+        self.second.run(env, tables, second)
 
 
 class FreqsGradStep:
@@ -139,9 +152,7 @@ class FreqsGradStep:
 
     def __init__(self, step: Step, attrs: RopeFreqsGrad) -> None:
         self.attrs = attrs
-        self.x, self.dy, self.freqs, self.out = map(
-            step.slot, ("input", "dY", "freqs", "dfreqs")
-        )
+        self.x, self.dy, self.freqs, self.out = map(step.slot, ("input", "dY", "freqs", "dfreqs"))
         factor = attrs.output_scale * attrs.attention_factor
         self.factor = -factor if attrs.inverse else factor
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
 
 from torch import Tensor
 
 from ropegraph.errors import PositionError
-from ropegraph.ir.graph import Value
+from ropegraph.ir.graph import Value, span
 from ropegraph.lowering.engine import Step
 
 
 def read_starts(offsets: Tensor, value: Value) -> list[int]:
     """The [b + 1] element offsets as host numbers.  Raises PositionError if they decrease."""
-    starts = [int(x) * value.ragged_multiplier for x in offsets.reshape(-1).tolist()]
+    starts = [
+        int(x) * value.ragged_multiplier for x in cast("list[int]", offsets.reshape(-1).tolist())
+    ]
     if starts and starts[0] < 0:
         raise PositionError(
             f"{value.ragged_offset!r}: the first offset of {value.name!r} is {starts[0]}; "
             "offsets count elements from the start of the buffer"
         )
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(starts)):
         if end < start:
             raise PositionError(
                 f"{value.ragged_offset!r}: offsets of {value.name!r} decrease at sequence {i}, "
@@ -31,10 +35,7 @@ def read_starts(offsets: Tensor, value: Value) -> list[int]:
 def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
     """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
     s, stride_s = value.dim[2], value.stride[2]
-    return [
-        min(s, (end - start) // max(stride_s, 1))
-        for start, end in zip(starts, starts[1:], strict=False)
-    ]
+    return [min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)]
 
 
 def views(
@@ -42,12 +43,13 @@ def views(
 ) -> list[Tensor]:
     """[h, length, d] views of ``buffer``, one a sequence, with the strides of ``value``.
 
-    Raises PositionError if a sequence reaches past the end of the buffer's memory.
+    Raises PositionError if a sequence reaches past the last element of the buffer: the memory
+    behind it may belong to another tensor.
     """
     _, h, _, d = value.dim
     _, stride_h, stride_s, stride_d = value.stride
     first = buffer.storage_offset()
-    room = buffer.untyped_storage().nbytes() // buffer.element_size() - first
+    room = span(buffer.shape, buffer.stride())
     found: list[Tensor] = []
     for i, (start, length) in enumerate(zip(starts, lengths, strict=False)):
         reach = start + (h - 1) * stride_h + (length - 1) * stride_s + (d - 1) * stride_d + 1

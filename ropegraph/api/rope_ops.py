@@ -1,0 +1,136 @@
+"""The recording methods of rope, rope_backward and of products with a host number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ropegraph.api.checks import as_number, is_tensor, refuse_unknown
+from ropegraph.api.recording import Recorder, shaped_like
+from ropegraph.api.rotary import rotation
+from ropegraph.api.tensor import Tensor
+from ropegraph.dtypes import DType, as_compute
+from ropegraph.errors import GraphError
+from ropegraph.ir.ops import Rope, RopeBackward, Scale
+
+
+class RopeOps:
+    """Part of pygraph: what rotates and what scales."""
+
+    recorder: Recorder
+
+    def rope(
+        self,
+        input: Any,  # noqa: A002 - FE's name
+        freqs: Any = None,
+        output_scale: float = 1.0,
+        rope_dim: int = 0,
+        compute_data_type: object = None,
+        name: str = "",
+        *,
+        rope_offset: int | None = None,
+        interleaved: bool = False,
+        interleaved_output: bool | None = None,
+        attention_factor: float = 1.0,
+        inverse: bool = False,
+        half_width: bool = False,
+        table_layout: str | None = None,
+        angle_precision: str = "float32",
+        numerics: str = "fp32",
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        **sources: Any,
+    ) -> Tensor:
+        """Rotate channel pairs of ``input`` by ``freqs``, then multiply every row by output_scale.
+
+        input: [b, h, s, D], fp16, bf16, fp32 or fp64; ragged if it has a ragged_offset, positions
+        then restart in each sequence.  freqs: [s_max, 1 or b, 1, rope_dim] radians, fp32; row i
+        belongs to position i.
+        rope_dim: width r of the rotated segment, even; 0 is D.  rope_offset: its first channel,
+        D - r if left out (cuDNN's tail; TransformerEngine and Hugging Face use 0).
+        interleaved: pairs (2i, 2i+1) instead of (i, i + r/2); interleaved_output: as input.
+        attention_factor: multiplies the rotated channels alone.  inverse: rotate by -freqs.
+        half_width: freqs has r/2 columns.  table_layout: which columns of a full-width table hold
+        the angles: "first_half" (cuDNN), "pairs" (t0 t0 t1 t1) or "full" (a column per channel).
+        Returns [b, h, s, D] in the dtype of input unless set, computed in fp32 (fp64 for fp64
+        input), rounded once.
+        Raises GraphError if r is odd or wider than D, or the table is too narrow or too short.
+        Source: arXiv:2104.09864, eq. 34.
+        """
+        options = dict(locals())
+        return self._rotate(Rope, "rope", "input", options)
+
+    def rope_backward(
+        self,
+        dY: Any,
+        freqs: Any = None,
+        output_scale: float = 1.0,
+        rope_dim: int = 0,
+        compute_data_type: object = None,
+        name: str = "",
+        *,
+        rope_offset: int | None = None,
+        interleaved: bool = False,
+        interleaved_output: bool | None = None,
+        attention_factor: float = 1.0,
+        inverse: bool = False,
+        half_width: bool = False,
+        table_layout: str | None = None,
+        angle_precision: str = "float32",
+        numerics: str = "fp32",
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        **sources: Any,
+    ) -> Tensor:
+        """The exact adjoint of ``rope`` with the same attributes: dX from dY, same shapes."""
+        options = dict(locals())
+        return self._rotate(RopeBackward, "rope_backward", "dY", options)
+
+    def _rotate(
+        self, kind: type[Rope] | type[RopeBackward], word: str, port: str, options: dict[str, Any]
+    ) -> Tensor:
+        options.pop("self")
+        options |= options.pop("sources")
+        name = self.recorder.node_name(kind, options.pop("name"))
+        where = f"{word} {name!r}"
+        data = self.recorder.adopt(options.pop(port), f"{where}: {port}")
+        dim = data.get_dim()
+        attrs = rotation(kind, where, dim[-1] if dim else 0, **options)
+        table = self.recorder.adopt(options["freqs"], f"{where}: freqs")
+        out_port = "output" if kind is Rope else "dX"
+        made = self.recorder.record(attrs, name, {port: data, "freqs": table}, (out_port,))
+        return shaped_like(made[out_port], data)
+
+    def scale(
+        self,
+        input: Any,  # noqa: A002 - FE's name
+        scale: float,
+        compute_data_type: object = None,
+        name: str = "",
+        **fe_arguments: Any,
+    ) -> Tensor:
+        """The input times a host number; a rotation before or after it takes the factor over."""
+        name = self.recorder.node_name(Scale, name)
+        where = f"scale {name!r}"
+        refuse_unknown(where, fe_arguments, {})
+        if as_compute(compute_data_type, f"{where}: compute_data_type") is DType.DOUBLE:
+            raise GraphError(
+                f"{where}: compute_data_type={compute_data_type!r}; a product is computed in fp32, "
+                "in fp64 for fp64 input; leave it out"
+            )
+        factor = as_number(scale, f"{where}: scale")
+        data = self.recorder.adopt(input, f"{where}: input")
+        made = self.recorder.record(Scale(factor), name, {"input": data}, ("output",))
+        return shaped_like(made["output"], data)
+
+    def mul(
+        self, a: Any, b: Any, compute_data_type: object = None, name: str = "", **fe_arguments: Any
+    ) -> Tensor:
+        """a times b, where one of them is a host number."""
+        numbers = [x for x in (a, b) if not (isinstance(x, Tensor) or is_tensor(x))]
+        if len(numbers) != 1:
+            raise GraphError(
+                f"mul {name!r}: a={a!r:.40}, b={b!r:.40}; "
+                "one must be a tensor and one a host number"
+            )
+        tensor = b if a is numbers[0] else a
+        return self.scale(tensor, numbers[0], compute_data_type, name, **fe_arguments)

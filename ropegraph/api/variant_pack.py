@@ -1,0 +1,71 @@
+"""The keys of a variant pack: a tensor, its name where no other has it, or its uid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ropegraph.api.recording import Recorder
+from ropegraph.api.tensor import Tensor
+from ropegraph.errors import GraphError
+
+
+class Keys:
+    """Every key that a pack may use, looked up once; the recording is closed by then.
+
+    bound: value name -> the framework tensor that the graph was recorded with.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.graph = recorder.name
+        self.names: dict[Any, str] = {}
+        self.bound: dict[str, Any] = {}
+        counts = Counter(tensor.get_name() for tensor in recorder.tensors)
+        self.counts: Mapping[Any, int] = counts
+        for tensor, name in recorder.names().items():
+            self.names[tensor] = name
+            if counts[tensor.get_name()] == 1:
+                self.names[name] = name
+            if tensor.get_uid() >= 0:
+                self.names[tensor.get_uid()] = name
+            if tensor.spec.bound is not None:
+                self.bound[name] = tensor.spec.bound
+
+    def buffers(self, pack: Mapping[Any, Any]) -> dict[str, Any]:
+        """Value name -> buffer.  Raises GraphError for a key that means no tensor of this graph.
+
+        None keys and unknown uids are left out, as FE does.
+        """
+        given: dict[str, Any] = {}
+        ignored, names = 0, self.names
+        for key, buffer in pack.items():
+            name = names.get(key)
+            if name is None:
+                self._refuse_key(key)
+                ignored += 1
+            else:
+                given[name] = buffer
+        if len(given) + ignored < len(pack):
+            self._refuse_twice(pack)
+        return {**self.bound, **given} if self.bound else given
+
+    def _refuse_key(self, key: object) -> None:
+        if key is None or hasattr(key, "__index__"):
+            return
+        if isinstance(key, Tensor):
+            raise GraphError(f"execute: tensor {key.get_name()!r} belongs to another graph")
+        names = sorted(n for n in self.names if isinstance(n, str))
+        found = f"{self.counts[key]} tensors" if self.counts[key] else "no tensor"
+        raise GraphError(
+            f"execute: {key!r} names {found} of graph {self.graph!r}; "
+            f"names of one tensor are {', '.join(names)}"
+        )
+
+    def _refuse_twice(self, pack: Mapping[Any, Any]) -> None:
+        """Several keys may mean one tensor, but then they must give one buffer."""
+        given: dict[str, Any] = {}
+        for key, buffer in pack.items():
+            name = self.names.get(key)
+            if name is not None and given.setdefault(name, buffer) is not buffer:
+                raise GraphError(f"execute: {name!r} is given two buffers, the second by {key!r}")

@@ -1,0 +1,212 @@
+"""The GPU's rows: bf16, d 128, h 32 / 8, causal, beside what else is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ropegraph as rg
+from ropegraph.cli.bench import peers
+from ropegraph.cli.bench.row import Row
+from ropegraph.cli.bench.timing import device_us, host_us
+
+H_Q, H_KV, D = 32, 8, 128
+BF16 = torch.bfloat16
+Buffers = dict[str, Any]
+
+
+def angles(s: int) -> Tensor:
+    """[s, 1, 1, D] fp32 angles of the usual base, both halves filled."""
+    rows = torch.arange(s, device="cuda", dtype=torch.float32)
+    inv_freq = 10_000.0 ** (-torch.arange(0, D, 2, device="cuda", dtype=torch.float32) / D)
+    return torch.outer(rows, inv_freq).repeat(1, 2)[:, None, None, :].contiguous()
+
+
+def inputs(b: int, s: int, packed: bool) -> Buffers:
+    """q, k and v as [b, h, s, d] views: of one projection's output, or each on its own."""
+    heads = {"q": H_Q, "k": H_KV, "v": H_KV}
+    if packed:
+        return packed_views(b, s)
+    return {
+        n: torch.randn(b, s, h, D, device="cuda", dtype=BF16).transpose(1, 2)
+        for n, h in heads.items()
+    }
+
+
+def packed_views(b: int, s: int) -> Buffers:
+    """q, k and v as views of one tensor [b, s, h_q + 2 h_kv, d]."""
+    qkv = torch.randn(b, s, H_Q + 2 * H_KV, D, device="cuda", dtype=BF16).transpose(1, 2)
+    bounds = (0, H_Q, H_Q + H_KV, H_Q + 2 * H_KV)
+    return {n: qkv[:, bounds[i] : bounds[i + 1]] for i, n in enumerate("qkv")}
+
+
+def rotation(op: str, x: Buffers, s: int) -> Callable[[], object]:
+    """Q and K through rope or rope_backward: one launch."""
+    g = rg.pygraph(io_data_type=BF16)
+    freqs = angles(s)
+    f = g.tensor_like(freqs, name="freqs")
+    pack: Buffers = {"freqs": freqs}
+    for n in "qk":
+        turned = getattr(g, op)(g.tensor_like(x[n], name=n), f, name=f"{op}_{n}")
+        turned.set_output(True).set_name(f"{n}_rot").set_stride(x[n].stride())
+        pack |= {n: x[n], f"{n}_rot": x.get(f"{n}_rot", torch.empty_like(x[n]))}
+    g.build()
+    if len(g.plan.steps) != 1:
+        raise AssertionError(f"Q and K took {len(g.plan.steps)} launches")
+    return lambda: g.execute(pack)
+
+
+class Attention:
+    """The forward and, if wanted, the backward graph of rope + sdpa on given buffers."""
+
+    def __init__(self, x: Buffers, s: int, in_place: bool = False, grads: bool = False) -> None:
+        g = rg.pygraph(io_data_type=BF16, fold="q")
+        freqs = angles(s)
+        t = {n: g.tensor_like(x[n], name=n) for n in "qkv"}
+        f = g.tensor_like(freqs, name="freqs")
+        self.pack: Buffers = {"freqs": freqs, **{n: x[n] for n in "qkv"}}
+        for n in "qk":
+            t[n] = g.rope(t[n], f, name=f"rope_{n}").set_name(f"{n}_rot")
+            if in_place:
+                t[n].set_output(True).set_stride(x[n].stride())
+                self.pack[f"{n}_rot"] = x[n]
+        o, _ = g.sdpa(t["q"], t["k"], t["v"], D**-0.5, use_causal_mask=True, name="attn")
+        b, _, _, _ = x["q"].shape
+        o.set_output(True).set_name("o").set_stride((s * H_Q * D, D, H_Q * D, 1))
+        self.back = g.backward_graph(["o"], ["q", "k", "v"]) if grads else None
+        g.build()
+        self.forward = g
+        for name in g.lowered.recorded.outputs:
+            self.pack.setdefault(name, _buffer(g, name))
+        self.back_pack: Buffers = {}
+        if self.back is not None:
+            self.back.build()
+            self.back_pack = {n: self.pack[n] for n in self.back.saved}
+            self.back_pack["do"] = torch.randn_like(self.pack["o"])
+            self.back_pack |= {f"d{n}": x for n, x in packed_views(b, s).items()}
+
+    def step(self) -> None:
+        self.forward.execute(self.pack)
+        cast(rg.pygraph, self.back).execute(self.back_pack)
+
+
+def _buffer(g: rg.pygraph, name: str) -> Tensor:
+    value = g.lowered.recorded.values[name]
+    dtype = getattr(torch, value.dtype.torch_name)
+    return torch.empty_strided(value.dim, value.stride, dtype=dtype, device="cuda")
+
+
+def rows() -> list[Row]:
+    """Measure every row.  Raises AssertionError if a result is wrong."""
+    torch.manual_seed(0)
+    found: list[Row] = []
+    for b, s, target in ((2, 8192, 91), (1, 131_072, 655), (1, 2048, 17)):
+        found += _rotations(b, s, target)
+    found += _attention(2, 8192, 1995.0, 1915.0)
+    found += _attention(1, 2048, 101.0, None)
+    found += _host()
+    return found
+
+
+def _rotations(b: int, s: int, target: float) -> list[Row]:
+    x = inputs(b, s, packed=False)
+    _check(x, s)
+    both = torch.randn(b * s * (H_Q + H_KV) * D, device="cuda", dtype=BF16)
+    target_buffer = torch.empty_like(both)
+    others = {"copy": device_us(lambda: target_buffer.copy_(both))}
+    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    for name, turn in peers.rotations().items():
+        others[name] = device_us(lambda turn=turn: turn(x["q"], x["k"], cos, sin))
+    us = device_us(rotation("rope", x, s))
+    found = [Row(f"rope Q+K, b{b} s{s}", us, us, target, "us", others)]
+    us = device_us(rotation("rope_backward", x, s))
+    found.append(Row(f"rope_backward Q+K, b{b} s{s}", us, us, target, "us"))
+    if (b, s) == (2, 8192):
+        x = inputs(b, s, packed=True)
+        x |= {"q_rot": x["q"], "k_rot": x["k"]}
+        us = device_us(rotation("rope", x, s))
+        found.append(Row(f"rope Q+K in place in packed QKV, b{b} s{s}", us, us, 91, "us"))
+    return found
+
+
+def _check(x: Buffers, s: int) -> None:
+    """Relative error of the rotation against fp64, on the first rows and the last."""
+    out = {f"{n}_rot": torch.full_like(x[n], torch.nan) for n in "qk"}
+    rotation("rope", {**x, **out}, s)()
+    for n in "qk":
+        for rows in (slice(0, 64), slice(s - 64, s)):
+            t = angles(s)[rows, 0, 0, : D // 2].double()
+            a, b = x[n][:, :, rows].double().chunk(2, dim=-1)
+            want = torch.cat((a * t.cos() - b * t.sin(), b * t.cos() + a * t.sin()), dim=-1)
+            got = out[f"{n}_rot"][:, :, rows].double()
+            error = float(torch.dist(got, want)) / float(torch.dist(want, torch.zeros_like(want)))
+            if not error <= 1.70e-3:
+                raise AssertionError(f"rope of {n}: relative error {error:.3g}")
+
+
+def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Row]:
+    size = f"b{b} s{s}"
+    x = inputs(b, s, packed=False)
+    alone = _sdpa_alone(x, s)
+    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    others = {"SDPA alone": device_us(alone)}
+    for name, turn in peers.rotations().items():
+        others[f"{name} + F.sdpa"] = device_us(
+            lambda turn=turn: _plain(*turn(x["q"], x["k"], cos, sin), x["v"])
+        )
+    ours = Attention(x, s)
+    us = device_us(lambda: ours.forward.execute(ours.pack))
+    found = [Row(f"rope + SDPA forward, {size}", us, us, separate, "us", others)]
+    if packed is not None:
+        x = inputs(b, s, packed=True)
+        ours = Attention(x, s)
+        us = device_us(lambda: ours.forward.execute(ours.pack))
+        found.append(Row(f"rope + SDPA forward from packed QKV, {size}", us, us, packed, "us"))
+        ours = Attention(x, s, in_place=True)
+        us = device_us(lambda: ours.forward.execute(ours.pack))
+        work = f"rope in place + SDPA forward in packed QKV, {size}"
+        found.append(Row(work, us, us, packed, "us"))
+        for in_place in (False, True):
+            both = Attention(x, s, in_place=in_place, grads=True)
+            us = device_us(both.step)
+            place = ", in place" if in_place else ""
+            work = f"forward + backward graph, packed{place}, {size}"
+            found.append(Row(work, us, us, 7560.0, "us"))
+    return found
+
+
+def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:
+    g = rg.pygraph(io_data_type=BF16)
+    q, k, v = (g.tensor_like(x[n], name=n) for n in "qkv")
+    o, _ = g.sdpa(q, k, v, D**-0.5, use_causal_mask=True)
+    o.set_output(True).set_name("o").set_stride((s * H_Q * D, D, H_Q * D, 1))
+    g.build()
+    pack = {**{n: x[n] for n in "qkv"}, "o": _buffer(g, "o")}
+    return lambda: g.execute(pack)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _host() -> list[Row]:
+    """Host time of one execute of the forward graph: launches hidden, queue idle."""
+    ours = Attention(inputs(1, 256, packed=False), 256)
+    x = ours.pack
+    outputs = [torch.empty_like(x["o"]) for _ in range(40)]
+
+    def other(i: int) -> None:
+        ours.forward.execute({**x, "o": outputs[i % len(outputs)]})
+
+    same = host_us(lambda _: ours.forward.execute(x))
+    new = host_us(other)
+    plain = host_us(lambda _: _plain(x["q"], x["k"], x["v"]))
+    work = "host time of execute, b1 s256"
+    return [
+        Row(f"{work}, the same buffers", same, same, 8.0, "us", {"F.sdpa alone": plain}),
+        Row(f"{work}, new buffers", new, new, 22.0, "us"),
+    ]

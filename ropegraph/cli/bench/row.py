@@ -1,0 +1,66 @@
+"""One line of a benchmark table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure, what it is to reach, and what others took; smaller is better.
+
+    value and target are in ``unit``: us, ms, or x for a ratio.  ours_us and others: microseconds.
+    """
+
+    work: str
+    ours_us: float
+    value: float
+    target: float | None
+    unit: str
+    others: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None:
+            return "-"
+        return f"<= {self.target:g} {'reached' if self.value <= self.target else 'missed'}"
+
+
+NOTES = {
+    "x": "x is ours / theirs, the median of the ratios of rounds that time both in turn",
+    "us more": "us more is how much longer ours takes",
+    "us": "us is what ours takes",
+    "ms": "ms is what ours takes, in milliseconds",
+}
+
+
+def notes(rows: list[Row]) -> str:
+    """What the figures mean: a line for their units, and one for each unit in use."""
+    used = [text for unit, text in NOTES.items() if any(row.unit == unit for row in rows)]
+    head = "Times are medians, in microseconds (us). In every figure smaller is better:"
+    return "\n".join((head, *(f"- {text}" for text in used)))
+
+
+def _time(us: float) -> str:
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    head = ["work", "ours, us", "theirs, us", "figure", "target"]
+    body = [
+        [
+            row.work,
+            _time(row.ours_us),
+            ", ".join(f"{name} {_time(us)}" for name, us in row.others.items()) or "-",
+            f"{row.value:.3g} {row.unit}",
+            row.verdict,
+        ]
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+    lines = [head, ["-" * w for w in widths], *body]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )

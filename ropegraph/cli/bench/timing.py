@@ -1,0 +1,73 @@
+"""Paired timing: both sides in turn, so that a slow moment of the machine hits both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Medians of one run, in microseconds, and the median of the paired ratios."""
+
+    ours_us: float
+    other_us: float
+    ratio: float
+
+
+def paired(ours: Work, other: Work, rounds: int, calls: int = 1) -> Paired:
+    """Time both sides ``rounds`` times in turn, ``calls`` calls each, after a warm-up."""
+    for work in (ours, other):
+        work()
+        work()
+    pairs = [(_once(ours, calls), _once(other, calls)) for _ in range(rounds)]
+    return Paired(
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+        statistics.median(a / b for a, b in pairs),
+    )
+
+
+def _once(work: Work, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def device_us(work: Work, rounds: int = 15) -> float:
+    """Median device time of one call in microseconds, by CUDA events.
+
+    A buffer larger than the L2 cache is written before each call: its data leave the cache, and the
+    host is ahead of the device when the first event is reached.
+    """
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        work()
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        work()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in marks) * 1e3
+
+
+def host_us(work: Callable[[int], object], rounds: int = 300) -> float:
+    """Median host time of one call in microseconds, on an idle queue.  work: gets 0, 1, 2, ..."""
+    times: list[float] = []
+    for i in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work(i)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)

@@ -1,0 +1,94 @@
+"""One valid graph that holds every kind of node, attribute and declaration."""
+
+from dataclasses import replace
+
+from ropegraph.dtypes import DType
+from ropegraph.ir.contract import FoldContract, FoldEntry
+from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import Rope, RopeFreqsGrad, RopePair, Sdpa
+from ropegraph.ir.score_mod import Instruction, Port, Ref, ScoreProgram
+from tests.ir.build import Build
+
+PROGRAM = ScoreProgram(
+    (
+        Instruction("gen_index", (), axis=3),
+        Instruction("mul", (Ref(-1), 1 / 3)),
+        Instruction("add", (Ref(1), Port("score_mod.0"))),
+        Instruction("binary_select", (Ref(2), -0.0, Ref(0))),
+    ),
+    Ref(3),
+)
+
+
+def contract() -> FoldContract:
+    entry = FoldEntry(
+        node="attn",
+        attention=Sdpa(attn_scale=1 / 3, left_bound=4, score_mod=PROGRAM),
+        fold="symmetric",
+        log2=True,
+        q_chain=(Rope(8, 0, output_scale=0.1), 0.7),
+        k_chain=(),
+        ports=("bias", "score_mod.0"),
+        engine="torch",
+    )
+    return FoldContract({"attn": entry}, "symmetric", fold_log2=True)
+
+
+def zoo() -> Graph:
+    b = Build(fold="symmetric", fold_log2=True, contract=contract(), imported=("stats", "o"))
+    b.tensor("q", 2, 6, 5, 8, ragged_offset="starts", ragged_multiplier=8, uid=7)
+    b.tensor("starts", 3, 1, 1, 1, dtype=DType.INT64)
+    b.tensor("k", 2, 2, 7, 8, stride=(200, 100, 8, 1))
+    b.tensor("v", 2, 3, 7, 4)
+    b.tensor("bias", 1, 6, 5, 7)
+    b.tensor("sink", 1, 6, 1, 1)
+    b.tensor("scale", 1, 1, 1, 1, is_host=True)
+    b.tensor("seed", 1, 1, 1, 1, dtype=DType.INT64, is_host=True, constant=1234)
+    b.tensor("offset", 1, 1, 1, 1, dtype=DType.INT64, is_host=True, constant=0)
+    b.tensor("mod", 2, 1, 1, 7)
+    b.scale("half", "q", "q2", 0.1)
+    b.tensor("freqs", 16, 1, 1, 8)
+    pair = RopePair(
+        (
+            Rope(8, 0, output_scale=1 / 3, attention_factor=1.1, numerics="hf"),
+            Rope(8, 0, interleaved=True, table_layout="pairs", inverse=True),
+        ),
+        ("rope_q", "rope_k"),
+    )
+    b.node(
+        "rope_q+rope_k",
+        pair,
+        {"input0": "q2", "freqs0": "freqs", "input1": "k", "freqs1": "freqs"},
+        {"output0": "q_rot", "output1": "k_rot"},
+    )
+    ports = {"bias": "bias", "sink_token": "sink", "attn_scale": "scale", "score_mod.0": "mod"}
+    drawn = {"seed": "seed", "offset": "offset"}
+    b.sdpa(
+        "attn",
+        "q_rot",
+        "k_rot",
+        "v",
+        stats="stats",
+        attn_scale=None,
+        left_bound=4,
+        right_bound=0,
+        dropout_p=0.25,
+        score_mod=PROGRAM,
+        ports=ports | drawn,
+    )
+    b.tensor("do", 2, 6, 5, 4)
+    grads = {"dQ": "dq_rot", "dK": "dk_rot", "dV": "dv"}
+    b.sdpa_backward(
+        "attn_backward", "q_rot", "k_rot", "v", grads, attn_scale=1 / 3, deterministic=True
+    )
+    b.sum("total", ["dq_rot", "dq_rot"], "dq_sum")
+    b.rope_backward("rope_q_backward", "dq_sum", "dq", output_scale=-0.3)
+    b.node(
+        "freqs_grad",
+        RopeFreqsGrad(8, 0, output_scale=2.5),
+        {"input": "k", "dY": "dk_rot", "freqs": "freqs"},
+        {"dfreqs": "dfreqs"},
+    )
+    g = b.graph("o", "dq", "dv", "dfreqs", saved=["q_rot", "stats"], name="zoo")
+    values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
+    return replace(g, values=values)
