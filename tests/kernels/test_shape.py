@@ -16,7 +16,8 @@ BF16, F32 = DType.BFLOAT16, DType.FLOAT
 def row_major(dim: Four) -> Four:
     b, h, s, d = dim
     full = (h * s * d, s * d, d, 1)
-    return tuple(0 if n == 1 else x for n, x in zip((b, h, s, d), full, strict=True))  # type: ignore[return-value]
+    b, h, s, d = (0 if n == 1 else x for n, x in zip(dim, full, strict=True))
+    return b, h, s, d
 
 
 def job(

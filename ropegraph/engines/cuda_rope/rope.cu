@@ -1,8 +1,8 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
 //
 // A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
-// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand them
-// round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is
+// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand
+// them round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is
 // what fits into 32 lanes where each lane holds V pairs of channels, two loads of 16 bytes in the
 // fast kernel: several heads of a token, or a head of several tokens, whichever lie side by side.
 //
@@ -301,9 +301,9 @@ __device__ inline Token token_of(const Job& job, int b, int s) {
 
 // ---- angles -------------------------------------------------------------------------------------
 
-// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both read
-// and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch neighbouring
-// memory; else it holds the V pairs from vec * V on.
+// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both
+// read and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch
+// neighbouring memory; else it holds the V pairs from vec * V on.
 template <int V>
 __device__ inline int pair_of(const Job& job, int vec, int k) {
   if constexpr (V > 1 && ROPE_READ_PAIRS && ROPE_WRITE_PAIRS) {
