@@ -3,8 +3,8 @@
 // A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
 // table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand
 // them round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit
-// is what fits into 32 lanes where each lane holds V pairs of channels, two loads of 16 bytes in the
-// fast kernel: several heads of a token, or a head of several tokens, whichever lie side by side.
+// is what fits into 32 lanes where each lane holds V pairs of channels (two loads of 16 bytes in
+// the fast kernel): several heads of a token, or one of several tokens, whichever lie side by side.
 //
 // Specialised at build by macros:
 //   ROPE_IN, ROPE_OUT      element types of what is read and written
