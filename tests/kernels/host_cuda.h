@@ -59,7 +59,8 @@ constexpr int kLanes = 32;
 constexpr size_t kStack = 512 * 1024;
 
 [[noreturn]] inline void fail(const char* text) {
-  fprintf(stderr, "host_cuda: %s in block (%u, %u, %u)\n", text, blockIdx.x, blockIdx.y, blockIdx.z);
+  fprintf(stderr, "host_cuda: %s in block (%u, %u, %u)\n", text, blockIdx.x, blockIdx.y,
+          blockIdx.z);
   abort();
 }
 

@@ -16,7 +16,8 @@ BF16, F32 = DType.BFLOAT16, DType.FLOAT
 def row_major(dim: Four) -> Four:
     b, h, s, d = dim
     full = (h * s * d, s * d, d, 1)
-    return tuple(0 if n == 1 else x for n, x in zip((b, h, s, d), full, strict=True))  # type: ignore[return-value]
+    b, h, s, d = (0 if n == 1 else x for n, x in zip(dim, full, strict=True))
+    return b, h, s, d
 
 
 def job(
@@ -55,13 +56,15 @@ def test_a_grid_covers_every_token_once() -> None:
         seen: list[tuple[int, int, int]] = []
         blocks = itertools.product(range(grid.x), range(grid.y), range(grid.z), range(warps))
         for x, y, z, warp in blocks:
-            tile, part = divmod(x, parts)
+            share = x >> grid.log_group
+            group, part = divmod(share, parts)
+            tile = (group << grid.log_group) + (x - (share << grid.log_group))
             s = (tile << grid.warps_s) + (warp & ((1 << grid.warps_s) - 1))
             b = (z * grid.y + y) * (warps >> grid.warps_s) + (warp >> grid.warps_s)
             if b < batch and s < tokens:
                 seen.append((b, s, part))
         wanted = itertools.product(range(batch), range(tokens), range(parts))
-        assert sorted(seen) == sorted(wanted), (batch, tokens, parts, warps)
+        assert sorted(seen) == sorted(wanted), (batch, tokens, parts, grid)
 
 
 def test_a_large_grid_leaves_few_warps_idle() -> None:
@@ -79,20 +82,21 @@ def test_no_axis_of_the_tensor_exceeds_one_of_the_grid(axis: int, many: int) -> 
     jobs = (job((dim[0], dim[1], dim[2], 8)),)
     for vec in (widest_vector(jobs), 1):
         cut = shape_of(jobs, vec)
-        grid = grid_of(dim[0], dim[2], cut.parts, cut.warps)
+        grid = grid_of(dim[0], cut.tiles, cut.parts, cut.warps, cut.log_group)
         assert 1 <= grid.x <= 2**31 - 1
         assert 1 <= grid.y <= 65_535
         assert 1 <= grid.z <= 65_535
         entries = grid.y * grid.z * (cut.warps >> grid.warps_s)
         assert entries >= dim[0]
-        assert (grid.x // cut.parts << grid.warps_s) >= dim[2]
+        assert (grid.x // cut.parts << grid.warps_s) >= cut.tiles
         assert sum(c.parts * c.part_heads for c in cut.cuts) >= dim[1]
+        assert all(c.tiles << c.turn.log_tokens >= dim[2] for c in cut.cuts)
 
 
 def test_all_axes_at_65536_at_once() -> None:
     jobs = (job((65_536, 65_536, 65_536, 8)),)
     cut = shape_of(jobs, 4)
-    grid = grid_of(65_536, 65_536, cut.parts, cut.warps)
+    grid = grid_of(65_536, cut.tiles, cut.parts, cut.warps, cut.log_group)
     assert max(grid.y, grid.z) <= 65_535
     assert grid.x <= 2**31 - 1
 
@@ -148,10 +152,40 @@ def test_vectors_as_wide_as_strides_allow() -> None:
     assert widest_vector((job((1, 3, 5, 128), stride=row_major((1, 3, 5, 128))),)) == 8
 
 
+def bshd(b: int, s: int, h: int) -> Job:
+    return job((b, h, s, 128), stride=(s * h * 128, 128, h * 128, 1))
+
+
 def test_small_launches_have_several_warps_a_block() -> None:
-    small, large = job((1, 32, 256, 128)), job((2, 32, 8192, 128))
+    small, large = bshd(1, 256, 32), bshd(2, 8192, 32)
     assert shape_of((small,), 8).warps == 4
-    assert shape_of((large, job((2, 8, 8192, 128))), 8).warps == 1
+    assert shape_of((large, bshd(2, 8192, 8)), 8).warps == 1
     # One head leaves a warp little to do: blocks of one would start too slowly.
-    assert shape_of((job((2, 1, 8192, 128)),), 8).warps == 4
+    assert shape_of((bshd(2, 8192, 1),), 8).warps == 4
     assert shape_of((large,), 8).cuts[0].part_heads == shape.UNITS * 4
+
+
+def test_a_unit_is_what_lies_side_by_side() -> None:
+    def split(one: Job) -> tuple[int, int]:
+        turn = shape_of((one,), 8).cuts[0].turn
+        return turn.heads, 2**turn.log_tokens
+
+    assert split(bshd(2, 8192, 32)) == (4, 1)
+    assert split(job((2, 32, 8192, 128))) == (2, 2)
+    assert split(bshd(2, 8192, 1)) == (1, 4)
+    assert split(bshd(2, 8192, 2)) == (2, 2)
+    assert split(job((2, 1, 1, 128))) == (4, 1)
+
+
+def test_a_single_head_does_not_burden_the_many_beside_it() -> None:
+    many, one = bshd(1, 4096, 128), bshd(1, 4096, 1)
+    assert shape_of((one,), 8).angles == 8
+    assert shape_of((many, one), 8).angles == shape_of((many,), 8).angles == 2
+
+
+def test_blocks_sweep_over_tokens_where_these_lie_closer() -> None:
+    assert shape_of((bshd(2, 8192, 32),), 8).log_group == 0
+    whole, long = (shape_of((job((1, 32, s, 128)),), 8) for s in (8192, 131_072))
+    grid = grid_of(1, whole.tiles, whole.parts, 1, whole.log_group)
+    assert 2**grid.log_group >= whole.tiles
+    assert long.log_group == shape.LOG_GROUP_LONG

@@ -9,7 +9,7 @@ from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair, Rotation
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
-_LIMIT = 2**31  # extents are 32 bits wide in the kernel, strides and offsets 64
+_LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 
 
 class CudaRope:
@@ -69,7 +69,7 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
         if value.is_host:
             broken.append(f"{port} is passed by value")
         if any(n >= _LIMIT for n in value.dim):
-            broken.append(f"{port} {list(value.dim)} has an extent of 2^31 or more")
+            broken.append(f"{port} {list(value.dim)} has an extent of 2^30 or more")
     if step.has("freqs" + suffix):
         table = step.value("freqs" + suffix)
         if table.dtype is not DType.FLOAT:

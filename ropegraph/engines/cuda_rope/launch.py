@@ -51,8 +51,8 @@ class _Kernel:
             batch, tiles = max(job.dim[0] for job in jobs), shape.tiles
         else:
             batch, tiles = 1, warps  # of each call its own
-        self.grid = grid_of(batch, tiles, shape.parts, warps)
-        self.block = _Block(packed(jobs, shape, self.grid.warps_s))
+        self.grid = grid_of(batch, tiles, shape.parts, warps, shape.log_group)
+        self.block = _Block(packed(jobs, shape, self.grid))
         self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ropegraph.engines.cuda_rope.job import Job
-from ropegraph.engines.cuda_rope.shape import Cut, Shape, Split, alignment
+from ropegraph.engines.cuda_rope.shape import Cut, Grid, Shape, Split, alignment
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -44,7 +44,7 @@ class Params(ctypes.Structure):
         ("parts", _I32),
         ("first_parts", _I32),
         ("warps_s", _I32),
-        ("unused", _I32),
+        ("log_group", _I32),
     ]
 
 
@@ -85,14 +85,14 @@ def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
     return tuple(found)
 
 
-def packed(jobs: Sequence[Job], shape: Shape, warps_s: int) -> bytes:
+def packed(jobs: Sequence[Job], shape: Shape, grid: Grid) -> bytes:
     """The block, with every address 0."""
     params = Params()
     for job, cut, target in zip(jobs, shape.cuts, (params.first, params.second), strict=False):
         _pack(target, job, cut)
     params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
     params.parts_magic = _magic(shape.parts)
-    params.warps_s = warps_s
+    params.warps_s, params.log_group = grid.warps_s, grid.log_group
     return bytes(params)
 
 

@@ -1,10 +1,10 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
 //
 // A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
-// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand them
-// round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit is
-// what fits into 32 lanes where each lane holds V pairs of channels, two loads of 16 bytes in the
-// fast kernel: several heads of a token, or a head of several tokens, whichever lie side by side.
+// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand
+// them round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit
+// is what fits into 32 lanes where each lane holds V pairs of channels (two loads of 16 bytes in
+// the fast kernel): several heads of a token, or one of several tokens, whichever lie side by side.
 //
 // Specialised at build by macros:
 //   ROPE_IN, ROPE_OUT      element types of what is read and written
@@ -15,7 +15,7 @@
 //   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
 //   ROPE_INDEX             type of these offsets
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
-//   ROPE_ANGLES            angles a lane takes there: V * lanes a head / 32, rounded up to 2^n
+//   ROPE_ANGLES            angles a lane takes there: those of a warp's tokens / 32, up to 2^n
 //   ROPE_FLIGHT, ROPE_WARPS, ROPE_RESIDENT   units in flight; warps a block; warps an SM at least
 //
 // rope_any takes every base, stride and width. rope_vector takes what the host found to be aligned.
@@ -84,7 +84,7 @@ struct Params {
   int parts;        // of both jobs together
   int first_parts;  // of job 0
   int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
-  int unused;
+  int log_group;    // 2^log_group tiles run over one part before they run over the next
 };
 
 // x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
@@ -301,9 +301,9 @@ __device__ inline Token token_of(const Job& job, int b, int s) {
 
 // ---- angles -------------------------------------------------------------------------------------
 
-// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both read
-// and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch neighbouring
-// memory; else it holds the V pairs from vec * V on.
+// Which pair is the k-th of a lane that holds vector `vec` of the segment. Where pairs are both
+// read and written, a lane holds vectors vec and vec + pairs / V, so that neighbours touch
+// neighbouring memory; else it holds the V pairs from vec * V on.
 template <int V>
 __device__ inline int pair_of(const Job& job, int vec, int k) {
   if constexpr (V > 1 && ROPE_READ_PAIRS && ROPE_WRITE_PAIRS) {
@@ -555,8 +555,9 @@ __device__ inline void do_heads(const Job& job, const Token& token, const Split&
 template <int V, int A>
 __device__ inline void walk(const Params& p) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  const int tile = quotient(blockIdx.x, p.parts_magic);
-  int part = blockIdx.x - tile * p.parts;
+  const unsigned share = blockIdx.x >> p.log_group, group = quotient(share, p.parts_magic);
+  const int tile = (group << p.log_group) + (blockIdx.x - (share << p.log_group));
+  int part = share - group * p.parts;
   const bool is_second = part >= p.first_parts;
   const Job& job = p.job[is_second];
   if (is_second) part -= p.first_parts;

@@ -11,25 +11,33 @@ LANES = 32
 MAX_X, MAX_YZ = 2**31 - 1, 65535  # blocks along each axis of a grid
 MAX_WORD = 16  # bytes that one instruction moves
 
-# Tuned on an H200. A warp takes few units, so that the last warps do not run alone for long, but
-# enough to pay for the sines; narrow vectors need more of them.
-UNITS = 2
-TILE_UNITS = 8
-UNIT_BYTES = 16  # that a lane reads at once of a whole unit
+# Tuned on an H200; docs/benchmarks/cuda_rope_h200.md has the figures.
+# A warp takes few units, so that the last warps do not run alone for long, but enough to pay for
+# the sines, and for the search of its sequence where the data is ragged.
+UNITS, RAGGED_UNITS = 2, 4
+UNIT_BYTES = 16  # that a lane reads at once of a whole unit; narrow vectors take more units
 # Blocks of one warp leave no warp waiting for the slowest of its block, but blocks start at a
 # limited rate: they pay where there are many warps with something to do.
 WARPS = 4
 MANY_WARPS = 8192
+# Where tokens lie closer than heads, blocks sweep over the tokens of some heads before they go on
+# to the next: whole heads in the order of memory, as long as the L2 keeps the table meanwhile.
+LOG_GROUP, LOG_GROUP_LONG = 14, 10
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks along x, y and z, and log2 of the warps of a block that lie along s."""
+    """Blocks along x, y and z.
+
+    warps_s: log2 of the warps of a block that lie along s.  log_group: of the blocks along s that
+    run over one part of the heads before they run over the next.
+    """
 
     x: int
     y: int
     z: int
     warps_s: int
+    log_group: int
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,13 @@ class Shape:
     """A kernel's way of working on given jobs.
 
     vec: pairs a lane.  angles: sines that a lane takes for others.  warps: of a block.
+    log_group: as in Grid.
     """
 
     vec: int
     angles: int
     warps: int
+    log_group: int
     cuts: tuple[Cut, ...]
 
     @property
@@ -118,7 +128,9 @@ def _fits(job: Job, vec: int) -> bool:
 
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
-    cuts = tuple(_cut(job, vec) for job in jobs)
+    # One kernel serves all jobs: where one wants many tokens, the lanes of all take more sines.
+    log_tokens = min(_log_tokens(job, job.pairs // vec) for job in jobs)
+    cuts = tuple(_cut(job, vec, log_tokens) for job in jobs)
     held = max(cut.turn.lanes << cut.turn.log_tokens for cut in cuts)
     angles = 1
     while angles * LANES < held * vec:
@@ -126,30 +138,37 @@ def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     batch = max(job.dim[0] for job in jobs)
     warps = batch * sum(cut.tiles * cut.parts for cut in cuts)
     is_busy = all(cut.part_heads >= UNITS * cut.turn.heads for cut in cuts)
-    return Shape(vec, angles, 1 if is_busy and warps >= MANY_WARPS else WARPS, cuts)
+    log_group = 0
+    if all(_is_token_next(job) for job in jobs):
+        is_long = max(cut.tiles for cut in cuts) > 2**LOG_GROUP
+        log_group = LOG_GROUP_LONG if is_long else LOG_GROUP
+    return Shape(vec, angles, 1 if is_busy and warps >= MANY_WARPS else WARPS, log_group, cuts)
 
 
-def _cut(job: Job, vec: int) -> Cut:
+def _cut(job: Job, vec: int, log_tokens: int) -> Cut:
     """An even share of the heads for each warp, in whole units."""
-    turn = _split(job.pairs // vec, _log_tokens(job, job.pairs // vec))
+    turn = _split(job.pairs // vec, log_tokens)
     others = _split((job.dim[3] - 2 * job.pairs) // vec, turn.log_tokens)
     units = -(-job.dim[1] // turn.heads)
-    most = (TILE_UNITS if turn.log_tokens else UNITS) * max(
-        1, UNIT_BYTES // (vec * job.x.dtype.itemsize)
-    )
-    part_units = -(-units // -(-units // most))
-    part_heads = part_units * turn.heads
+    most = UNITS if job.offsets is None else RAGGED_UNITS
+    most *= max(1, UNIT_BYTES // (vec * job.x.dtype.itemsize))
+    part_heads = -(-units // -(-units // most)) * turn.heads
     tiles = -(-job.dim[2] >> turn.log_tokens)
     return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads), tiles)
 
 
+def _is_token_next(job: Job) -> bool:
+    """True if the next token of a head lies closer than the next head of a token."""
+    return job.offsets is None and 0 < job.x.stride[2] < job.x.stride[1]
+
+
 def _log_tokens(job: Job, vectors: int) -> int:
-    """Tokens that share a unit: several where they lie closer than heads do, or heads are few."""
+    """Tokens that share a unit: two where they lie closer than heads, more where heads are few."""
     rows = LANES // min(LANES, vectors)
     _, h, s, _ = job.dim
     if job.offsets is not None:
         return 0
-    heads = 1 if job.x.stride[2] < job.x.stride[1] else min(h, rows)
+    heads = min(h, max(1, rows // 2) if _is_token_next(job) else rows)
     log_tokens = 0
     while heads << log_tokens + 1 <= rows and 1 << log_tokens < s:
         log_tokens += 1
@@ -163,15 +182,19 @@ def _split(vectors: int, log_tokens: int) -> Split:
     return Split(lanes, log_tokens, LANES // (lanes << log_tokens))
 
 
-def grid_of(batch: int, tiles: int, parts: int, warps: int) -> Grid:
+def grid_of(batch: int, tiles: int, parts: int, warps: int, log_group: int = 0) -> Grid:
     """The grid over ``batch`` entries of ``tiles`` tiles, inside the limits of the hardware."""
     warps_s = 0
     while 2**warps_s < min(warps, tiles):
         warps_s += 1
+    blocks = -(-tiles // 2**warps_s)
+    while log_group and 2**log_group > blocks:
+        log_group -= 1
+    groups = -(-blocks // 2**log_group)
     entries = -(-batch * 2**warps_s // warps)
     z = -(-entries // MAX_YZ)
     y = -(-entries // z)
-    grid = Grid(-(-tiles // 2**warps_s) * parts, y, z, warps_s)
+    grid = Grid((groups << log_group) * parts, y, z, warps_s, log_group)
     assert grid.x <= MAX_X, grid
     assert grid.z <= MAX_YZ, grid
     return grid
