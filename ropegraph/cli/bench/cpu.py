@@ -105,7 +105,7 @@ def rows() -> list[Row]:
     """Measure every row, two threads."""
     torch.set_num_threads(2)
     found: list[Row] = []
-    sizes = ((1024, "f32 b1 h8 s1024 d64", 30), (4096, "f32 b1 h8 s4096 d64", 7))
+    sizes = ((1024, "f32 b1 h8 s1024 d64", 100), (4096, "f32 b1 h8 s4096 d64", 15))
     for s, name, rounds in sizes:
         case = Case(1, 8, s, 64)
         if s == 1024:
