@@ -112,6 +112,7 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         self._frozen: IrGraph
         self._lowered: Lowered | None = None
         self._runnables: dict[torch.device, Runnable] = {}
+        self._latest: Runnable | None = None
         self._building = threading.Lock()
         self.saved: list[str] = []
 
@@ -270,6 +271,10 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         thread and stream.
         Raises GraphError, nothing written, for a missing, wrongly shaped, typed or placed buffer.
         """
+        latest = self._latest
+        is_plain = workspace is None and handle is None and not fe_arguments
+        if latest is not None and is_plain and latest.replay(variant_pack):
+            return
         if fe_arguments:
             refuse_unknown("execute", fe_arguments, _UNSERVED_EXECUTE)
         # An exact dict is the common case, and asking an abstract class takes longest.
@@ -288,6 +293,9 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if len(buffers) > len(runnable.binder.required):
             self._refuse_virtual(buffers)
         runnable(buffers, workspace, stream)
+        if workspace is None and handle is None:
+            runnable.remember(variant_pack, stream)
+            self._latest = runnable
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
         """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""

@@ -6,8 +6,8 @@ same, the answer does too. Where the pointers alone change, only they are looked
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from operator import index
+from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter, index
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +25,18 @@ class Signature(NamedTuple):
 
     addresses: list[int]
     forms: list[Any]
+
+
+def identify(buffers: Iterable[Tensor]) -> Signature:
+    """The signature of buffers: all their addresses, then all their shapes, and so on."""
+    found = tuple(buffers)
+    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found), *map(_device, found)]
+    return Signature(list(map(_address, found)), forms)
+
+
+# Descriptors called by map: a third of the time of a loop that asks each buffer.
+_address, _stride = Tensor.data_ptr, Tensor.stride
+_shape, _dtype, _device = map(attrgetter, ("shape", "dtype", "device"))
 
 
 class _Checked(NamedTuple):
@@ -72,8 +84,7 @@ class Binder:
         workspace: the caller's own, which must not be one of the buffers as well.
         Raises GraphError naming the value, what was given and what would work.
         """
-        addresses: list[int] = []
-        forms: list[Any] = []
+        bound: list[Tensor] = []
         for name, slot in self.required:
             try:
                 buffer = buffers[name]
@@ -84,14 +95,11 @@ class Binder:
             if type(buffer) is not Tensor:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
-            try:
-                addresses.append(buffer.data_ptr())
-                forms += (buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
-            except RuntimeError as error:
-                raise GraphError(
-                    f"{name!r} is bound to a tensor without plain memory "
-                    f"({buffer.layout}, {buffer.device}); use a strided one"
-                ) from error
+            bound.append(buffer)
+        try:
+            addresses, forms = identify(bound)
+        except RuntimeError as error:
+            raise self._without_memory(bound, error) from error
         if workspace is not None:
             addresses.append(workspace.data_ptr())
         known = self._checked
@@ -101,6 +109,15 @@ class Binder:
         for slot, value in known.reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
         return known.signature
+
+    def _without_memory(self, bound: list[Tensor], error: RuntimeError) -> GraphError:
+        named = zip(self.required, bound, strict=True)
+        for name, buffer in ((n, b) for (n, _), b in named if not _has_memory(b)):
+            return GraphError(
+                f"{name!r} is bound to a tensor without plain memory "
+                f"({buffer.layout}, {buffer.device}); use a strided one"
+            )
+        return GraphError(f"a buffer has no plain memory: {error}")
 
     def _recheck(
         self, known: _Checked, signature: Signature, env: list[Any], workspace: Tensor | None
@@ -286,6 +303,14 @@ class Binder:
             )
         is_dense = self.values[name].ragged_offset is None
         return is_dense and last_read[name] == step and len(self.plan.graph.reading(name)) == 1
+
+
+def _has_memory(buffer: Tensor) -> bool:
+    try:
+        identify([buffer])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropegraph.errors import GraphError
 from ropegraph.execution.bind import Binder
-from ropegraph.execution.replay import Replays
+from ropegraph.execution.replay import Latest, Replays, current_stream
 from ropegraph.ir.graph import Value
 from ropegraph.lowering.engine import Executable
 from ropegraph.lowering.memory import span_bytes
@@ -24,6 +24,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.layouts: dict[int, list[Any]] = {}
         self.replays: dict[int, Replays] = {}
+        self.latest: Latest | None = None
 
 
 class Runnable:
@@ -65,16 +66,30 @@ class Runnable:
         env = self._own_layout(stream) if arena is None else self._layout(arena)
         signature = self.binder.bind(buffers, env, arena)
         if self._may_capture:
-            self._replays(stream)(env, signature)
+            self.replays(stream)(env, signature)
         else:
             self._run(env, stream)
 
-    def _replays(self, stream: int) -> Replays:
+    def replays(self, stream: int) -> Replays:
         """This thread's captured launches for a stream."""
         by_stream = self._local.replays
         if stream not in by_stream:
-            by_stream[stream] = Replays(self._run, self.device, stream)
+            by_stream[stream] = Replays(self._launch, self.device, stream)
         return by_stream[stream]
+
+    def replay(self, pack: Mapping[Any, Any]) -> bool:
+        """Launch what was captured for this very pack of keys and buffers; False if nothing was."""
+        latest = self._local.latest
+        if latest is None or not latest.is_for(pack):
+            return False
+        latest.launch(latest.graph, latest.stream)
+        return True
+
+    def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
+        """Let replay() find what was last captured by the caller's keys.  stream: as given."""
+        if self._may_capture and stream is None:
+            replays = self.replays(current_stream(self.plan.device.index))
+            self._local.latest = replays.latest(pack)
 
     def _run(self, env: list[Any], stream: int) -> None:
         # Inference mode: an arena may have been made within the caller's, and serves outside too.
@@ -146,12 +161,6 @@ def _aligned(plan: Plan, executables: Sequence[Executable]) -> set[str]:
         for value in (*step.node.inputs.values(), *step.node.outputs.values())
         if plan.graph.values[value].dtype.is_float and not plan.graph.values[value].is_host
     }
-
-
-def current_stream(index: int) -> int:
-    """torch's current CUDA stream on a device, asked for as torch's own compilers do: 0.2 us."""
-    raw: Any = getattr(torch, "_C").__dict__.get("_cuda_getCurrentRawStream")  # noqa: B009
-    return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
 def _place(arena: Tensor, start: int, value: Value) -> Tensor:

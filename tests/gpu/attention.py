@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,24 @@ def compiled(
     """An executable and its environment.  The engine must have no reason against the step."""
     step, env = step_of(op, inputs, outputs, given)
     assert engine.why_not(step, here()) == ()
-    return engine.compile(step, here()), env
+    return WithScratch(engine.compile(step, here())), env
+
+
+class WithScratch:
+    """An executable with scratch memory of its own for each thread and stream, behind the env."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable, self.local = executable, threading.local()
+        self.size = getattr(executable, "workspace_bytes", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executable, name)
+
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        by_stream = self.local.__dict__.setdefault("by_stream", {})
+        if stream not in by_stream:
+            by_stream[stream] = torch.empty(self.size, dtype=torch.uint8, device="cuda")
+        self.executable([*env, by_stream[stream]], stream)
 
 
 def run(

@@ -93,6 +93,12 @@ class Launch:
     def _repair(
         self, repair: Repair, env: Sequence[Any], rooms: list[torch.Tensor], stream: int
     ) -> None:
+        with torch.inference_mode():
+            self._repair_on(repair, env, rooms, stream)
+
+    def _repair_on(
+        self, repair: Repair, env: Sequence[Any], rooms: list[torch.Tensor], stream: int
+    ) -> None:
         # Entering a stream costs 40 us of host time, so it is not entered twice.
         if torch.cuda.current_stream(self.index).cuda_stream == stream:
             repair(env, rooms)
