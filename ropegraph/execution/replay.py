@@ -29,8 +29,9 @@ class Latest:
     """The shortest way from a caller's pack to its capture: keys and buffers as they were last."""
 
     def __init__(
-        self, keys: tuple[Any, ...], signature: Signature, replays: Replays, graph: int
+        self, keys: tuple[Any, ...], signature: Signature, replays: Replays, graph: Any
     ) -> None:
+        # The graph itself is kept, not its address alone: it must live as long as it may launch.
         self.keys, self.signature, self.graph = keys, signature, graph
         self.stream, self.index = replays.stream, replays.device.index or 0
         self.launch = replays.launch
@@ -78,7 +79,7 @@ class Replays:
         graph = self.known[0][1] if self.known else None
         if graph is None or not all(type(x) is torch.Tensor for x in pack.values()):
             return None
-        return Latest(tuple(pack), identify(pack.values()), self, graph.graphExec)
+        return Latest(tuple(pack), identify(pack.values()), self, graph)
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""

@@ -82,7 +82,7 @@ class Runnable:
         latest = self._local.latest
         if latest is None or not latest.is_for(pack):
             return False
-        latest.launch(latest.graph, latest.stream)
+        latest.launch(latest.graph.graphExec, latest.stream)
         return True
 
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
