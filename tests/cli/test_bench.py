@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ropegraph.__main__ import main
-from ropegraph.cli.bench import command
+from ropegraph.cli.bench import command, cpu
 from ropegraph.cli.bench.row import Row, notes, table
 from ropegraph.cli.bench.timing import paired
 
@@ -44,6 +44,11 @@ def test_a_record_is_a_page_and_numbers(
     data = json.loads((tmp_path / "deep" / f"{stem}.json").read_text())
     assert [row["value"] for row in data["rows"]] == [0.85, 61.0, 0.5]
     assert {"device", "date", "commit", "torch", "threads"} <= data.keys()
+
+
+def test_a_row_of_several_processes_is_its_medians() -> None:
+    same = [Row("w", us, us / 10, 1.0, "x", {"plain": 2 * us}) for us in (9.0, 1.0, 2.0)]
+    assert cpu._median(same) == Row("w", 2.0, 0.2, 1.0, "x", {"plain": 4.0})  # pyright: ignore[reportPrivateUsage]
 
 
 def test_json_alone_is_json(

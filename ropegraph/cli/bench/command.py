@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    print("measuring, for a minute or so ...", file=sys.stderr, flush=True)
+    print("measuring, for about two minutes ...", file=sys.stderr, flush=True)
     measured = gpu.rows() if device == "cuda" else cpu.rows()
     facts = _facts(device)
     data = json.dumps({**facts, "rows": [asdict(r) for r in measured]}, indent=1)

@@ -27,7 +27,8 @@ class Row:
 
 
 NOTES = {
-    "x": "x is ours / theirs, the median of the ratios of rounds that time both in turn",
+    "x": "x is ours / theirs: the median of the ratios of rounds that time both in turn, on a CPU "
+    "over several processes, between which memory placement moves it by up to a tenth",
     "us more": "us more is how much longer ours takes",
     "us": "us is what ours takes",
     "ms": "ms is what ours takes, in milliseconds",
