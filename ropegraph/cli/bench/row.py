@@ -28,7 +28,7 @@ class Row:
 
 NOTES = {
     "x": "x is ours / theirs: the median of the ratios of rounds that time both in turn, on a CPU "
-    "over several processes, between which memory placement moves it by up to a tenth",
+    "over five processes, between which it varies by up to a tenth",
     "us more": "us more is how much longer ours takes",
     "us": "us is what ours takes",
     "ms": "ms is what ours takes, in milliseconds",
@@ -54,7 +54,7 @@ def table(rows: list[Row]) -> str:
             row.work,
             _time(row.ours_us),
             ", ".join(f"{name} {_time(us)}" for name, us in row.others.items()) or "-",
-            f"{row.value:.3g} {row.unit}",
+            f"{row.value:.3f} x" if row.unit == "x" else f"{row.value:.3g} {row.unit}",
             row.verdict,
         ]
         for row in rows
