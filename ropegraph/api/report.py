@@ -29,7 +29,8 @@ def explain(lowered: Lowered) -> str:
     lines += ["", "passes"]
     lines += [f"  {_line(d)}" for d in lowered.decisions] or ["  nothing to do"]
     lines += ["", "launches"]
-    lines += [f"  {s.name:<24} {op_name(s.node.attrs):<16} {s.engine}" for s in plan.steps]
+    wide = max(24, *(len(s.name) for s in plan.steps))
+    lines += [f"  {s.name:<{wide}} {op_name(s.node.attrs):<16} {s.engine}" for s in plan.steps]
     return "\n".join(lines)
 
 

@@ -90,7 +90,9 @@ class Flash:
             k, v = _shared(k, q), _shared(v, q)
             q, o, d_o, stats = (_grouped(x, h_k) for x in (q, o, d_o, stats))
         found = _backward(d_o, q, k, v, o, stats.squeeze(-1), 0.0, self.causal, scale=scale)
-        if self.causal and any(isnan(grad.amax().item()) for grad in found):
+        # dQ tells for all three: a NaN in k or v reaches it through the struck-out slots of its
+        # block, and one in q, o, d_o or stats through its own row.
+        if self.causal and isnan(found[0].amax().item()):
             return False
         if d_q is not None:
             _store(found[0], d_q)
