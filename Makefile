@@ -37,8 +37,10 @@ test: $(STAMP)  ## every test that needs no GPU; one thread, so figures repeat
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
 	@echo 'tests/gpu was left out: on a CUDA device, `make gpu-test` runs it (PYTHON=... names the python)'
 
-gpu-test:  ## the whole suite on a CUDA device, by a PYTHON that has pytest, CuPy and cuDNN
+gpu-test:  ## the whole suite on a CUDA device, the kernels under compute-sanitizer as well
 	$(PYTHON) -m pytest $(ARGS)
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(PYTHON) -m pytest tests/gpu/test_cuda_rope.py -q -k one_rotation || exit 1; done
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/
 

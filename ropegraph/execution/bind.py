@@ -21,22 +21,25 @@ from ropegraph.lowering.plan import Plan
 
 
 class Signature(NamedTuple):
-    """What identifies a set of buffers: addresses, and shape, stride, dtype, device of each."""
+    """What identifies a set of buffers: addresses, and shape, stride and dtype of each."""
 
     addresses: list[int]
     forms: list[Any]
 
 
 def identify(buffers: Iterable[Tensor]) -> Signature:
-    """The signature of buffers: all their addresses, then all their shapes, and so on."""
+    """The signature of buffers: all their addresses, then all their shapes, and so on.
+
+    The device is not asked for: an address is one device's alone.
+    """
     found = tuple(buffers)
-    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found), *map(_device, found)]
+    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found)]
     return Signature(list(map(_address, found)), forms)
 
 
 # Descriptors called by map: a third of the time of a loop that asks each buffer.
 _address, _stride = Tensor.data_ptr, Tensor.stride
-_shape, _dtype, _device = map(attrgetter, ("shape", "dtype", "device"))
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 class _Checked(NamedTuple):

@@ -109,6 +109,7 @@ def rows() -> list[Row]:
     found += _attention(2, 8192, 1995.0, 1915.0)
     found += _attention(1, 2048, 101.0, None)
     found += _host()
+    found.append(_training_step(1, 512))
     return found
 
 
@@ -210,3 +211,28 @@ def _host() -> list[Row]:
         Row(f"{work}, the same buffers", same, same, 8.0, "us", {"F.sdpa alone": plain}),
         Row(f"{work}, new buffers", new, new, 22.0, "us"),
     ]
+
+
+def _training_step(b: int, s: int) -> Row:
+    """Wall time of forward and backward, the device waited for; the others by autograd."""
+    ours = Attention(inputs(b, s, packed=True), s, grads=True)
+
+    def step(_: int) -> None:
+        ours.step()
+        torch.cuda.synchronize()
+
+    x = inputs(b, s, packed=False)
+    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    leaves = [x[n].detach().requires_grad_() for n in "qkv"]
+    do = torch.randn(b, H_Q, s, D, device="cuda", dtype=BF16)
+
+    def plain(turn: peers.Turn) -> None:
+        q, k = turn(leaves[0], leaves[1], cos, sin)
+        torch.autograd.grad(_plain(q, k, leaves[2]), leaves, do)
+        torch.cuda.synchronize()
+
+    # Liger's function here has no autograd of its own.
+    turns = {n: t for n, t in peers.rotations().items() if n != "Liger"}
+    others = {f"{n} + F.sdpa": host_us(lambda _, t=t: plain(t)) for n, t in turns.items()}
+    us = host_us(step)
+    return Row(f"wall time of a training step, packed, b{b} s{s}", us, us, 150.0, "us", others)
