@@ -21,7 +21,7 @@ from ropegraph.lowering.plan import Plan
 
 
 class Signature(NamedTuple):
-    """What identifies a set of buffers: addresses, and shape, stride, dtype (and device) of each."""
+    """What identifies a set of buffers: addresses, and what each is like otherwise."""
 
     addresses: list[int]
     forms: list[Any]
