@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ropegraph.api import report
+from ropegraph.api import report, verification
 from ropegraph.api.backward import derive
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.freeze import freeze
@@ -20,9 +20,11 @@ from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
 from ropegraph.api.variant_pack import Keys
+from ropegraph.api.verification import Verification
 from ropegraph.compile import Lowered, compile_plan, device_of, engine_names, lower
 from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
+from ropegraph.execution.replay import current_stream
 from ropegraph.execution.run import Runnable
 from ropegraph.ir import serialize
 from ropegraph.ir.contract import Fold, FoldContract
@@ -296,6 +298,19 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if workspace is None and handle is None:
             runnable.remember(variant_pack, stream)
             self._latest = runnable
+
+    def verify(self, variant_pack: Mapping[Any, Any]) -> Verification:
+        """Execute, and compare every launch with the same operation in fp64 on the same inputs.
+
+        variant_pack: as for execute(); outputs are written. Needs fp64 copies of all of it.
+        Returns the error of each output in ulp, where NaN or Inf came up, and what kernels noticed
+        of bad offsets; ``.is_ok``, ``.first_bad``, and str() for a table.
+        """
+        self._close("verify()")
+        buffers = self._keys.buffers(variant_pack)
+        device = self._buffers_device(buffers)
+        stream = current_stream(device.index or 0) if device.type == "cuda" else 0
+        return verification.verify(self._runnable(device), buffers, stream)
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
         """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""

@@ -70,6 +70,12 @@ class Runnable:
         else:
             self._run(env, stream)
 
+    def environment(self, buffers: Mapping[str, Any], stream: int) -> list[Any]:
+        """What executables are called with: the buffers, checked, and this thread's arena."""
+        env = self._own_layout(stream)
+        self.binder.bind(buffers, env)
+        return env
+
     def replays(self, stream: int) -> Replays:
         """This thread's captured launches for a stream."""
         by_stream = self._local.replays
