@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ropegraph.api.checks import as_list
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
-from ropegraph.errors import GraphError
+from ropegraph.errors import FoldContractError, GraphError
 from ropegraph.ir.ops import (
     Rope,
     RopeBackward,
@@ -102,6 +102,12 @@ class _Derivation:
         for tensor in self.inputs:
             self._expose(tensor)
         self.backward.saved = [self._name(t) for t in self.copies]
+        try:
+            _ = self.backward.trace
+        except FoldContractError as error:
+            raise FoldContractError(
+                f"backward_graph: {error}; record the forward with fold='auto'"
+            ) from error
         return self.backward
 
     def _export(self) -> None:

@@ -31,6 +31,7 @@ from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph as IrGraph
 from ropegraph.ir.mermaid import to_mermaid
 from ropegraph.lowering.plan import Plan
+from ropegraph.passes import pipeline
 from ropegraph.passes.rewrite import Decision
 
 # FE constructor arguments without a meaning here, with the defaults at which they are accepted.
@@ -339,6 +340,11 @@ class pygraph(RopeOps, SdpaOps):  # noqa: N801 - FE's name
         if self.recorder.closed_by:
             self._lowered = lowered
         return lowered
+
+    @property
+    def trace(self) -> tuple[pipeline.Trace, ...]:
+        """The graph as recorded so far and after each pass, with what the pass decided."""
+        return pipeline.run(self._look())
 
     @property
     def plan(self) -> Plan:

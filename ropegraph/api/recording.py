@@ -12,6 +12,7 @@ from ropegraph.api.checks import as_count, as_dims, as_name
 from ropegraph.api.tensor import Tensor, packed_like
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
+from ropegraph.execution.overlap import refuse_negative_strides
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import NAMES, Op, op_name
 from ropegraph.ir.shapes import infer
@@ -222,6 +223,7 @@ def _as_torch(given: Any, where: str) -> torch.Tensor:
         raise GraphError(
             f"{where}: {given!r:.60} is no torch tensor, graph tensor or object with __dlpack__"
         )
+    refuse_negative_strides(where, given)
     try:
         return torch.from_dlpack(given)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -135,7 +135,13 @@ def trace(
     if not callable(callback):
         raise GraphError(f"{where}: score_mod={callback!r:.60} is no function of (graph, scores)")
     graph = ScoreTrace(where, dim, adopt)
-    result = callback(graph, Score(graph, ir.Ref(-1)))
+    try:
+        result = callback(graph, Score(graph, ir.Ref(-1)))
+    except TypeError as error:
+        raise GraphError(
+            f"{where}: score_mod failed: {error}; inside it the graph's methods compute, as in "
+            "graph.mul(scores, 2.0)"
+        ) from error
     if not isinstance(result, Score) or result.trace is not graph:
         raise GraphError(
             f"{where}: score_mod returned {result!r:.60}; return a value computed from its scores"

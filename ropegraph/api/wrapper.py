@@ -112,7 +112,7 @@ class Graph:
         for name in names[1]:
             if graph.producer(name) is None:
                 raise GraphError(f"Graph: output {name!r} is an input of the graph")
-            if name not in graph.visible:
+            if name not in graph.visible | graph.saved:
                 raise GraphError(f"Graph: output {name!r} is virtual; call set_output(True) on it")
         self._order = names[0], names[1]
 
@@ -152,21 +152,32 @@ class Graph:
                 f"Graph: called with {len(args)} tensors for {len(inputs)} inputs {inputs}"
             )
         pack = dict(zip(inputs, args, strict=True))
-        results = {name: self._allocate(name, args) for name in outputs}
+        # What backward_graph marked to be saved is written too, listed or not.
+        written = self._graph.lowered.recorded.outputs
+        results = {name: self._allocate(name, args) for name in dict.fromkeys((*outputs, *written))}
         self._run({**pack, **results}, handle, workspace)
-        made = tuple(results.values())
+        made = tuple(results[name] for name in outputs)
         return made[0] if len(made) == 1 else made
 
     def _call_with_dict(self, given: dict[Any, Any], handle: Handle | None, workspace: Any) -> Any:
-        pack = {self._resolve(key): buffer for key, buffer in given.items()}
-        values = self._graph.lowered.recorded.values
-        if missing := [
+        graph = self._graph.lowered.recorded
+        pack: dict[str, Any] = {}
+        for key, buffer in given.items():
+            if key is None or (isinstance(key, int) and key not in self._names):
+                continue  # as FE does, and execute()
+            name = self._resolve(key)
+            if pack.setdefault(name, buffer) is not buffer:
+                raise GraphError(f"Graph: {name!r} is given two buffers, the second by {key!r}")
+        # A number given when recording stays; an example tensor is no input of later calls.
+        own = {
             n
-            for n in self._graph.lowered.recorded.inputs
-            if n not in pack and values[n].constant is None
-        ]:
+            for t, n in self._graph.recorder.names().items()
+            if t.spec.bound is not None and t.spec.pass_by_value
+        }
+        own |= {n for n, value in graph.values.items() if value.constant is not None}
+        if missing := [n for n in graph.inputs if n not in pack and n not in own]:
             raise GraphError(f"Graph: no buffer is given for the inputs {missing}")
-        for name in self._graph.lowered.recorded.visible:
+        for name in graph.outputs:
             if name not in pack:
                 pack[name] = given[name] = self._allocate(name, list(pack.values()))
         self._run(pack, handle, workspace)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
-from ropegraph.execution.overlap import disjoint, overlaps
-from ropegraph.ir.graph import Value, rotated_by, span
+from ropegraph.execution.overlap import disjoint, overlaps, refuse_negative_strides
+from ropegraph.ir.graph import Value, last_reads, rotated_by, span
 from ropegraph.lowering.plan import Plan
 
 
@@ -33,13 +33,13 @@ def identify(buffers: Iterable[Tensor]) -> Signature:
     The device is left out: of known addresses it is known, and bind asks for that of new ones.
     """
     found = tuple(buffers)
-    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found)]
+    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found), *map(_grad, found)]
     return Signature(list(map(_address, found)), forms)
 
 
 # Descriptors called by map: a third of the time of a loop that asks each buffer.
 _address, _stride = Tensor.data_ptr, Tensor.stride
-_shape, _dtype, _device = map(attrgetter, ("shape", "dtype", "device"))
+_shape, _dtype, _device, _grad = map(attrgetter, ("shape", "dtype", "device", "requires_grad"))
 
 
 class _Checked(NamedTuple):
@@ -118,8 +118,8 @@ class Binder:
         named = zip(self.required, bound, strict=True)
         for name, buffer in ((n, b) for (n, _), b in named if not _has_memory(b)):
             return GraphError(
-                f"{name!r} is bound to a tensor without plain memory "
-                f"({buffer.layout}, {buffer.device}); use a strided one"
+                f"{name!r} is bound to a tensor without plain memory ({buffer.layout}, "
+                f"{buffer.device}); use a strided one, outside of vmap and torch.func transforms"
             )
         return GraphError(f"a buffer has no plain memory: {error}")
 
@@ -129,10 +129,15 @@ class Binder:
         """The same check for other buffers: of their addresses alone, if all else is as it was."""
         if signature.forms == known.signature.forms and workspace is None:
             places, spans = signature.addresses, known.spans
-            if not any(
-                places[i] < places[j] + spans[j] and places[j] < places[i] + spans[i]
-                for i, j in self._apart
-            ) and not any(places[i] & 15 for i in self.aligned):
+            has_memory = all(a or not n for a, n in zip(places, spans, strict=False))
+            if (
+                has_memory
+                and not any(
+                    places[i] < places[j] + spans[j] and places[j] < places[i] + spans[i]
+                    for i, j in self._apart
+                )
+                and not any(places[i] & 15 for i in self.aligned)
+            ):
                 return known._replace(signature=signature)
         reshaped = self._check(env, workspace)
         spans = [
@@ -145,7 +150,7 @@ class Binder:
         """Indices of buffers that may not share memory: an output, and what is used after it."""
         graph = self.plan.graph
         index_of = {name: i for i, (name, _) in enumerate(self.required)}
-        last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
+        last_read = last_reads(graph)
         return [
             (index_of[output], j)
             for i, node in enumerate(graph.nodes)
@@ -168,6 +173,7 @@ class Binder:
         )
 
     def _from_dlpack(self, name: str, buffer: Any) -> Tensor:
+        refuse_negative_strides(name, buffer)
         # DLPack forgets that numpy memory may be read-only.
         if self.plan.graph.producer(name) and not getattr(
             getattr(buffer, "flags", None), "writeable", True
@@ -272,7 +278,7 @@ class Binder:
         A rotation alone may write where it reads, if that is exactly the same place.
         """
         graph = self.plan.graph
-        last_read = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
+        last_read = last_reads(graph)
         for i, node in enumerate(graph.nodes):
             for output in node.outputs.values():
                 if graph.is_virtual(output):
@@ -298,15 +304,18 @@ class Binder:
         self, name: str, step: int, last_read: Mapping[str, int], out: Tensor, x: Tensor
     ) -> bool:
         """True if ``out`` is the very memory of ``x``, which nothing reads afterwards."""
-        if (out.data_ptr(), out.shape, out.stride()) != (x.data_ptr(), x.shape, x.stride()):
+        if identify([out])[:2] != identify([x])[:2]:
             return False
         if x.requires_grad and x.is_leaf:
             raise GraphError(
                 f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
                 "use a separate output"
             )
+        graph = self.plan.graph
         is_dense = self.values[name].ragged_offset is None
-        return is_dense and last_read[name] == step and len(self.plan.graph.reading(name)) == 1
+        # Ports, not nodes: both parts of a merged rotation may read one value.
+        reads = sum(v == name for node in graph.nodes for v in node.inputs.values())
+        return is_dense and last_read[name] == step and reads == 1
 
 
 def _has_memory(buffer: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ropegraph.errors import GraphError
+
 # numpy solves the exact question, which is hard in the worst case; this bounds the search.
 _MAX_WORK: Any = 10_000
 
@@ -48,3 +50,10 @@ def overlaps(dim: Sequence[int], stride: Sequence[int]) -> bool:
                 return 0 not in dim
             reach += (extent - 1) * step
     return False
+
+
+def refuse_negative_strides(name: str, buffer: object) -> None:
+    """Raise GraphError for a reversed numpy view: torch would end the process over it."""
+    strides: Any = getattr(buffer, "strides", None) or ()
+    if any(step < 0 for step in strides):
+        raise GraphError(f"{name!r}: its buffer has negative strides {strides}; copy it first")

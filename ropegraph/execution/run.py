@@ -113,10 +113,11 @@ class Runnable:
             for executable in self.executables:
                 executable(env, stream)
                 done += 1
-        except GraphError as error:
+        except (GraphError, RuntimeError) as error:
             written = self._written(done)
             if written:
-                raise type(error)(f"{error}; already written: {', '.join(written)}") from error
+                kind = type(error) if isinstance(error, GraphError) else RuntimeError
+                raise kind(f"{error}; already written: {', '.join(written)}") from error
             raise
 
     def _written(self, steps: int) -> list[str]:

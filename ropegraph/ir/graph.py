@@ -166,6 +166,18 @@ class Graph:
         return print_graph(self)
 
 
+def last_reads(graph: Graph) -> dict[str, int]:
+    """Value -> the index of the last node that reads it, offsets of ragged tensors included."""
+    found: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        for value in (*node.inputs.values(), *node.outputs.values()):
+            offsets = graph.values[value].ragged_offset
+            if offsets is not None:
+                found[offsets] = i
+        found |= dict.fromkeys(node.inputs.values(), i)
+    return found
+
+
 def rotated_by(node: Node[Any], output: str) -> str | None:
     """The value that ``node`` rotates into ``output``; None if the node is no rotation."""
     for single in singles(node):

@@ -41,7 +41,7 @@ def loads(data: bytes | str) -> graph.Graph:
     try:
         file = json.loads(data)
         kind, version, digest, body = (file[k] for k in ("format", "version", "sha256", "graph"))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise GraphError("deserialize: the data is not a serialized ropegraph graph") from error
     if kind != FORMAT or version != VERSION:
         raise GraphError(
@@ -52,7 +52,9 @@ def loads(data: bytes | str) -> graph.Graph:
     try:
         found = _decode(body)
         verify(found, after="deserialize")
-    except (AttributeError, InternalError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError, InternalError, KeyError, RecursionError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         raise GraphError(f"deserialize: the graph has a part that does not fit: {error}") from error
     return found
 

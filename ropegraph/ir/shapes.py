@@ -80,7 +80,7 @@ def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -
     if r % 2 or r < 0:
         raise GraphError(
             f"{where}: rope_dim={r} of the {d} channels of {port} is odd; a rotation acts on pairs "
-            f"of channels, so use {r - 1}"
+            f"of channels, so use an even one from 2 to {d - d % 2}"
         )
     if r > d:
         raise GraphError(

@@ -32,16 +32,19 @@ def agreement(graph: Graph, node: Node[Any]) -> tuple[FoldEntry, Stage] | None:
     if graph.contract is None or not isinstance(node.attrs, SdpaBackward):
         return None
     entry = graph.contract.entry_for(node.name)
-    _compare_settings(graph, graph.contract, node)
+    _compare_settings(graph, graph.contract, entry)
     _compare_attention(node, entry)
     return entry, _stage(graph, node, entry)
 
 
-def _compare_settings(graph: Graph, contract: FoldContract, node: Node[Any]) -> None:
+def _compare_settings(graph: Graph, contract: FoldContract, entry: FoldEntry) -> None:
     """A backward graph may leave the fold to the contract, or ask for the same one."""
-    if graph.fold not in ("auto", contract.fold) or graph.fold_log2 > contract.fold_log2:
+    if (
+        graph.fold not in ("auto", contract.fold, entry.fold)
+        or graph.fold_log2 > contract.fold_log2
+    ):
         raise FoldContractError(
-            f"sdpa_backward {node.name!r}: fold={graph.fold!r}, fold_log2={graph.fold_log2} "
+            f"backward of sdpa {entry.node!r}: fold={graph.fold!r}, fold_log2={graph.fold_log2} "
             f"differs from the forward's fold={contract.fold!r}, fold_log2={contract.fold_log2}; "
             "leave both out here, the contract decides"
         )

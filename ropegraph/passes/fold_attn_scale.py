@@ -72,12 +72,15 @@ def _edit(graph: Graph, node: Node[Any], group: Group, fold: Fold) -> Edit | Dec
 def _by_contract(graph: Graph, node: Node[Any], entry: FoldEntry, stage: Stage) -> Edit | Decline:
     if stage != "recorded":
         return Decline("the forward's contract leaves no attn_scale to fold here")
-    group = find_group(graph, node, SIDES[entry.fold], auto=False)
+    # auto on both sides changes nothing that the caller sees; an explicit wish on either may.
+    is_auto = graph.fold == "auto" and graph.contract is not None and graph.contract.fold == "auto"
+    group = find_group(graph, node, SIDES[entry.fold], auto=is_auto)
     edit = group if isinstance(group, Decline) else _edit(graph, node, group, entry.fold)
     if isinstance(edit, Decline):
         raise FoldContractError(
             f"sdpa_backward {node.name!r}: the forward {entry.node!r} folded attn_scale "
             f"({entry.fold}), but here {edit.reason}"
+            + (f"; fold={entry.fold!r} in this graph would allow that" if is_auto else "")
         )
     return edit
 

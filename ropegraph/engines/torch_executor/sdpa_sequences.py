@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from ropegraph.engines.torch_executor.sequences import read_starts, views
+from ropegraph.engines.torch_executor.sequences import read_starts, row_span, views
 from ropegraph.errors import PositionError
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import op_name
@@ -88,9 +88,9 @@ class PortReader:
     def _ragged(self, x: torch.Tensor, offsets: torch.Tensor, lengths: Sequence[int]) -> View:
         starts = read_starts(offsets, self._value)
         found = views(x, self._value, starts, lengths)
-        row = self._value.stride[2]
+        row, needed = self._value.stride[2], row_span(self._value)
         for i, length in enumerate(lengths):
-            if length and (length - 1) * row >= starts[i + 1] - starts[i]:
+            if length and (length - 1) * row + needed > starts[i + 1] - starts[i]:
                 raise PositionError(
                     f"{self._where.format(i)}: {length} rows of stride {row} do not fit between "
                     f"ragged offsets {starts[i]} and {starts[i + 1]}"

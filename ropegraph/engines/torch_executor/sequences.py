@@ -33,9 +33,25 @@ def read_starts(offsets: Tensor, value: Value) -> list[int]:
 
 
 def lengths_of(starts: Sequence[int], value: Value) -> list[int]:
-    """Tokens of each sequence where the offsets alone tell: at most s, whole rows only."""
-    s, stride_s = value.dim[2], value.stride[2]
-    return [min(s, (end - start) // max(stride_s, 1)) for start, end in pairwise(starts)]
+    """Tokens of each sequence where the offsets alone tell: at most s.
+
+    Raises PositionError if offsets are no whole number of rows apart.
+    """
+    s, stride_s = value.dim[2], max(value.stride[2], 1)
+    for i, (start, end) in enumerate(pairwise(starts)):
+        if (end - start) % stride_s:
+            raise PositionError(
+                f"{value.ragged_offset!r}: sequence {i} of {value.name!r} reaches from offset "
+                f"{start} to {end}, which is no whole number of rows of stride {stride_s}"
+            )
+    return [min(s, (end - start) // stride_s) for start, end in pairwise(starts)]
+
+
+def row_span(value: Value) -> int:
+    """Elements that one row needs: of the axes that lie within the stride of a row."""
+    _, h, _, d = value.dim
+    _, stride_h, stride_s, stride_d = value.stride
+    return 1 + sum((n - 1) * step for n, step in ((h, stride_h), (d, stride_d)) if step < stride_s)
 
 
 def views(
