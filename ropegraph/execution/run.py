@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Runnable:
         # What is read on the host while steps are called would be frozen into a capture.
         self._may_capture = (
             self._on_cuda
+            and find_spec("cupy") is not None  # what captures and launches
             and not any(v.is_host and v.constant is None for v in plan.graph.values.values())
             and all(getattr(e, "can_be_captured", False) for e in executables)
         )

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from ropegraph.errors import UnsupportedError
+
 
 class Function(Protocol):
     """cupy.cuda.Function.  ptr: its CUfunction."""
@@ -52,8 +54,17 @@ class Cupy(Protocol):
 
 
 def import_cupy() -> Cupy:
-    """CuPy itself, imported here and nowhere else."""
-    return cast(Cupy, import_module("cupy"))
+    """CuPy itself, imported here and nowhere else.
+
+    Raises UnsupportedError if it is not installed: the node then goes to the next engine.
+    """
+    try:
+        return cast(Cupy, import_module("cupy"))
+    except ImportError as error:
+        raise UnsupportedError(
+            f"CuPy cannot be imported ({error}); pip install 'ropegraph[cuda13]', or cuda12",
+            {"cuda.rope": ("CuPy cannot be imported",)},
+        ) from error
 
 
 def device_guard(cupy: Cupy, index: int) -> AbstractContextManager[object]:
