@@ -56,8 +56,9 @@ class LifeCycle:
         """End the recording.  by: the call that did, for whoever wants to change it afterwards."""
         if not self.recorder.closed_by:
             frozen = self._look()
-            self.recorder.close(frozen, by)
+            # Set first: another thread that finds the recording closed reads it.
             self._frozen = frozen
+            self.recorder.close(frozen, by)
 
     def _look(self) -> IrGraph:
         """The graph as a value, as far as it is recorded. Looking changes nothing."""

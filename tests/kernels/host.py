@@ -12,9 +12,9 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
 from ropegraph.lowering.engine import Step
 from tests.kernels.cases import Case
+from tests.missing import missing
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -35,7 +36,10 @@ FLAGS = (
 
 def cuda_headers() -> Path:
     """NVIDIA's headers from the package index; they need no driver."""
-    found = pytest.importorskip("nvidia.cu13", reason="needs nvidia-cuda-runtime's headers")
+    try:
+        found = import_module("nvidia.cu13")
+    except ImportError:
+        missing("nvidia-cuda-runtime's headers")
     return Path(next(iter(found.__path__))) / "include"
 
 
@@ -166,7 +170,7 @@ def build(variants: Sequence[Variant], where: Path) -> Path:
     """The program with these variants in it."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("needs g++")
+        missing("g++")
     lines: list[str] = []
     entries: list[str] = []
     for i, variant in enumerate(variants):

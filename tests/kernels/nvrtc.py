@@ -8,10 +8,9 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-import pytest
-
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
 from tests.kernels.host import cuda_headers
+from tests.missing import missing
 
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'(.*?)Compile time", re.DOTALL)
 
@@ -33,7 +32,7 @@ def load() -> ctypes.CDLL:
     for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):
         found = sorted(where.glob(name))
         if not found:
-            pytest.skip("needs nvidia-cuda-nvrtc")
+            missing("nvidia-cuda-nvrtc")
         library = ctypes.CDLL(str(found[0]))
     return library
 
