@@ -101,6 +101,18 @@ class Attention:
     compute: DType = DType.FLOAT
 
 
+# The keyword by which a caller sets a field of Attention, where the two differ.
+KEYWORDS: dict[str, str] = {
+    "left_bound": "diagonal_band_left_bound",
+    "right_bound": "diagonal_band_right_bound",
+    "bottom_right": "diagonal_alignment=BOTTOM_RIGHT",
+    "alibi": "use_alibi_mask",
+    "padding": "use_padding_mask",
+    "dropout_p": "dropout probability",
+    "compute": "compute_data_type",
+}
+
+
 @dataclass(frozen=True)
 class Sdpa(Attention):
     """o = softmax(logits) v.

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from ropegraph.errors import FoldContractError
 from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rotation, Scale, SdpaBackward, shared
+from ropegraph.ir.ops import KEYWORDS, Rotation, Scale, SdpaBackward, shared
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
 
 # Compared together with the scales of the rotations: these are what folding moves.
@@ -56,8 +56,8 @@ def _compare_attention(node: Node[SdpaBackward], entry: FoldEntry) -> None:
         theirs = forward[name]
         if name not in _MOVED and mine != theirs:
             raise FoldContractError(
-                f"sdpa_backward {node.name!r}: {name}={mine} differs from {name}={theirs} of "
-                f"the forward sdpa {entry.node!r}; both must be the same"
+                f"sdpa_backward {node.name!r}: {KEYWORDS.get(name, name)} is {mine}, but {theirs} "
+                f"in the forward sdpa {entry.node!r}; both must be the same"
             )
     for port in _OPTIONAL:
         if (port in node.inputs) != (port in entry.ports):

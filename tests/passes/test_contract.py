@@ -9,7 +9,7 @@ import pytest
 from ropegraph.errors import FoldContractError, GraphError
 from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import Rope, RopeFreqsGrad, Sdpa
+from ropegraph.ir.ops import KEYWORDS, Rope, RopeFreqsGrad, Sdpa
 from ropegraph.ir.score_mod import softcap
 from ropegraph.passes import pipeline
 from ropegraph.passes.fold_attn_scale import fold_attn_scale
@@ -225,13 +225,13 @@ def test_in_a_graph_of_both_directions_the_backward_node_decides():
 
 FORWARD: dict[str, Any] = {"attn_scale": 0.25}
 ATTRIBUTES = {
-    "left_bound": (3, "left_bound=3 differs from left_bound=None"),
-    "right_bound": (0, "right_bound=0 differs from right_bound=None"),
-    "bottom_right": (True, "bottom_right=True differs from bottom_right=False"),
-    "alibi": (True, "alibi=True differs from alibi=False"),
-    "padding": (True, "padding=True differs from padding=False"),
-    "dropout_p": (0.5, "dropout_p=0.5 differs from dropout_p=None"),
-    "score_mod": (softcap(2.0), "differs from score_mod=None"),
+    "left_bound": (3, "diagonal_band_left_bound is 3, but None in"),
+    "right_bound": (0, "diagonal_band_right_bound is 0, but None in"),
+    "bottom_right": (True, "diagonal_alignment=BOTTOM_RIGHT is True, but False in"),
+    "alibi": (True, "use_alibi_mask is True, but False in"),
+    "padding": (True, "use_padding_mask is True, but False in"),
+    "dropout_p": (0.5, "dropout probability is 0.5, but None in"),
+    "score_mod": (softcap(2.0), ", but None in"),
     "attn_scale": (0.26, "has attn_scale=0.26"),
     "softmax_input_is_log2": (True, "softmax_input_is_log2=True"),
 }
@@ -251,7 +251,7 @@ def test_an_attribute_that_differs_is_named(field: str, is_ours: bool):
         pipeline.run(b.graph("dq", "dk", "dv"))
     message = str(caught.value)
     assert "sdpa_backward 'attn'" in message
-    assert field in message
+    assert KEYWORDS.get(field, field) in message
     if is_ours:
         assert text in message
 
