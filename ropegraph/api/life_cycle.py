@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,6 @@ from ropegraph.api.variant_pack import Keys
 from ropegraph.api.verification import Verification
 from ropegraph.compile import Lowered, compile_plan, device_of, lower
 from ropegraph.errors import GraphError
-from ropegraph.execution.replay import current_stream
 from ropegraph.execution.run import Runnable
 from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph as IrGraph
@@ -153,21 +152,11 @@ class LifeCycle:
             return
         if fe_arguments:
             refuse_unknown("execute", fe_arguments, _UNSERVED_EXECUTE)
-        # An exact dict is the common case, and asking an abstract class takes longest.
-        given: Any = variant_pack
-        if type(given) is not dict and not isinstance(given, Mapping):
-            raise GraphError(
-                f"execute: variant_pack={given!r:.60}; use a dict of tensors to buffers"
-            )
-        self._close("execute()")
-        buffers = self._keys.buffers(variant_pack)
+        runnable, buffers = self._read(variant_pack, "execute")
         stream = None
         handle = self._handle if handle is None else handle
         if handle is not None:
             stream = as_handle(handle, "execute: handle").stream
-        runnable = self._runnable(self._buffers_device(buffers))
-        if len(buffers) > len(runnable.binder.required):
-            self._refuse_virtual(buffers)
         runnable(buffers, workspace, stream)
         if workspace is None and handle is None:
             runnable.remember(variant_pack, stream)
@@ -180,11 +169,22 @@ class LifeCycle:
         Returns the error of each output in ulp, where NaN or Inf came up, and what kernels noticed
         of bad offsets; ``.is_ok``, ``.first_bad``, and str() for a table.
         """
-        self._close("verify()")
-        buffers = self._keys.buffers(variant_pack)
-        device = self._buffers_device(buffers)
-        stream = current_stream(device.index or 0) if device.type == "cuda" else 0
-        return verification.verify(self._runnable(device), buffers, stream)
+        runnable, buffers = self._read(variant_pack, "verify")
+        return verification.verify(runnable, buffers)
+
+    def _read(self, variant_pack: Any, method: str) -> tuple[Runnable, dict[str, Any]]:
+        """The plan for where the buffers are, and the buffers by the names of their values."""
+        # An exact dict is the common case, and asking an abstract class takes longest.
+        if type(variant_pack) is not dict and not isinstance(variant_pack, Mapping):
+            raise GraphError(
+                f"{method}: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
+            )
+        self._close(f"{method}()")
+        buffers = self._keys.buffers(cast("Mapping[Any, Any]", variant_pack))
+        runnable = self._runnable(self._buffers_device(buffers))
+        if len(buffers) > len(runnable.binder.required):
+            self._refuse_virtual(buffers)
+        return runnable, buffers
 
     def _buffers_device(self, buffers: Mapping[str, Any]) -> torch.device:
         """Where the buffers are: on a GPU if any of them is, for scalars may stay on the host."""

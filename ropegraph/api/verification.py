@@ -71,11 +71,13 @@ class Verification:
         return "\n".join([*lines, *(f"fault: {text}" for text in self.faults)])
 
 
-def verify(runnable: Runnable, buffers: Mapping[str, Any], stream: int) -> Verification:
+def verify(runnable: Runnable, buffers: Mapping[str, Any]) -> Verification:
     """Run every launch on the buffers, and beside it the same operation in fp64.
 
-    Each is compared on the inputs that it really had, so an error is told where it arises.
+    On torch's current stream. Each is compared on the inputs that it really had, so an error is
+    told where it arises.
     """
+    stream = runnable.current_stream
     env = runnable.environment(buffers, stream)
     checks: list[OutputCheck] = []
     faults: list[str] = []

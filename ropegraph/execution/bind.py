@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
-from ropegraph.execution.overlap import disjoint, overlaps, refuse_negative_strides
-from ropegraph.ir.graph import Value, last_reads, rotated_by, span
+from ropegraph.execution.overlap import disjoint, refuse_negative_strides
+from ropegraph.execution.sharing import check_sharing, pairs_of
+from ropegraph.ir.graph import Value, span
 from ropegraph.lowering.plan import Plan
 
 
@@ -74,7 +75,7 @@ class Binder:
             if value.constant is not None
         }
         self.aligned = [i for i, (name, _) in enumerate(self.required) if name in aligned]
-        self._apart = self._pairs()
+        self._apart = pairs_of(graph, [name for name, _ in self.required])
         # One attribute, replaced as a whole: threads may see an old one, never half of one.
         self._checked = _Checked(Signature([], []), [], [])
 
@@ -115,12 +116,13 @@ class Binder:
         return known.signature
 
     def _without_memory(self, bound: list[Tensor], error: RuntimeError) -> GraphError:
-        named = zip(self.required, bound, strict=True)
-        for name, buffer in ((n, b) for (n, _), b in named if not _has_memory(b)):
-            return GraphError(
-                f"{name!r} is bound to a tensor without plain memory ({buffer.layout}, "
-                f"{buffer.device}); use a strided one, outside of vmap and torch.func transforms"
-            )
+        for (name, _), buffer in zip(self.required, bound, strict=True):
+            if not _has_memory(buffer):
+                return GraphError(
+                    f"{name!r} is bound to a tensor without plain memory ({buffer.layout}, "
+                    f"{buffer.device}); use a strided one, outside of vmap and torch.func "
+                    "transforms"
+                )
         return GraphError(f"a buffer has no plain memory: {error}")
 
     def _recheck(
@@ -134,7 +136,7 @@ class Binder:
                 has_memory
                 and not any(
                     places[i] < places[j] + spans[j] and places[j] < places[i] + spans[i]
-                    for i, j in self._apart
+                    for i, j, _, _ in self._apart
                 )
                 and not any(places[i] & 15 for i in self.aligned)
             ):
@@ -145,20 +147,6 @@ class Binder:
             for x in (env[slot] for _, slot in self.required)
         ]
         return _Checked(signature, reshaped, spans)
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Indices of buffers that may not share memory: an output, and what is used after it."""
-        graph = self.plan.graph
-        index_of = {name: i for i, (name, _) in enumerate(self.required)}
-        last_read = last_reads(graph)
-        return [
-            (index_of[output], j)
-            for i, node in enumerate(graph.nodes)
-            for output in node.outputs.values()
-            if not graph.is_virtual(output)
-            for name, j in index_of.items()
-            if name != output and (last_read.get(name, -1) >= i or name in graph.outputs)
-        ]
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):
@@ -228,7 +216,8 @@ class Binder:
                     f"the buffer of {name!r} starts at {env[slot].data_ptr():#x}, "
                     f"which is no multiple of 16 bytes {self._wanted(name)} that is"
                 )
-        self._check_overlap(env)
+        bound = {name: env[slot] for name, slot in self.required}
+        check_sharing(self.plan.graph, self._apart, bound)
         if workspace is not None:
             for name, slot in self.required:
                 if not disjoint(workspace, env[slot]):
@@ -271,51 +260,6 @@ class Binder:
             f"{value.name!r} is declared with strides {list(value.stride)} but its buffer "
             f"{list(shape)} has {list(stride)}; declare them with set_stride or tensor_like"
         )
-
-    def _check_overlap(self, env: list[Any]) -> None:
-        """No output may share memory with another, or with an input that is still to be read.
-
-        A rotation alone may write where it reads, if that is exactly the same place.
-        """
-        graph = self.plan.graph
-        last_read = last_reads(graph)
-        for i, node in enumerate(graph.nodes):
-            for output in node.outputs.values():
-                if graph.is_virtual(output):
-                    continue
-                mine = env[self.plan.slots[output]]
-                if overlaps(mine.shape, mine.stride()):
-                    raise GraphError(
-                        f"the buffer of output {output!r} overlaps itself: shape "
-                        f"{list(mine.shape)}, strides {list(mine.stride())}"
-                    )
-                rotated = rotated_by(node, output)
-                for name, slot in self.required:
-                    reads_later = last_read.get(name, -1) >= i or name in graph.outputs
-                    if name == rotated and self._is_in_place(name, i, last_read, mine, env[slot]):
-                        continue
-                    if name != output and reads_later and not disjoint(mine, env[slot]):
-                        raise GraphError(
-                            f"the buffer of output {output!r} (written by {node.name!r}) shares "
-                            f"memory with that of {name!r}; use separate buffers"
-                        )
-
-    def _is_in_place(
-        self, name: str, step: int, last_read: Mapping[str, int], out: Tensor, x: Tensor
-    ) -> bool:
-        """True if ``out`` is the very memory of ``x``, which nothing reads afterwards."""
-        if identify([out])[:2] != identify([x])[:2]:
-            return False
-        if x.requires_grad and x.is_leaf:
-            raise GraphError(
-                f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
-                "use a separate output"
-            )
-        graph = self.plan.graph
-        is_dense = self.values[name].ragged_offset is None
-        # Ports, not nodes: both parts of a merged rotation may read one value.
-        reads = sum(v == name for node in graph.nodes for v in node.inputs.values())
-        return is_dense and last_read[name] == step and reads == 1
 
 
 def _has_memory(buffer: Tensor) -> bool:

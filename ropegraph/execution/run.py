@@ -63,7 +63,7 @@ class Runnable:
         the outputs that were written.
         """
         if stream is None:
-            stream = current_stream(self.plan.device.index) if self._on_cuda else 0
+            stream = self.current_stream
         arena = None if workspace is None else self._as_arena(workspace)
         env = self._own_layout(stream) if arena is None else self._layout(arena)
         signature = self.binder.bind(buffers, env, arena)
@@ -71,6 +71,11 @@ class Runnable:
             self.replays(stream)(env, signature)
         else:
             self._run(env, stream)
+
+    @property
+    def current_stream(self) -> int:
+        """torch's current stream on the device of the plan; 0 where there are none."""
+        return current_stream(self.plan.device.index) if self._on_cuda else 0
 
     def environment(self, buffers: Mapping[str, Any], stream: int) -> list[Any]:
         """What executables are called with: the buffers, checked, and this thread's arena."""
@@ -96,8 +101,7 @@ class Runnable:
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
         """Let replay() find what was last captured by the caller's keys.  stream: as given."""
         if self._may_capture and stream is None:
-            replays = self.replays(current_stream(self.plan.device.index))
-            self._local.latest = replays.latest(pack)
+            self._local.latest = self.replays(self.current_stream).latest(pack)
 
     def _run(self, env: list[Any], stream: int) -> None:
         # Inference mode: an arena may have been made within the caller's, and serves outside too.

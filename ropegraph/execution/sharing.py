@@ -1,0 +1,84 @@
+"""Which buffers may share memory: the graph decides it once, every set of buffers is held to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ropegraph.errors import GraphError
+from ropegraph.execution.overlap import disjoint, overlaps
+from ropegraph.ir.graph import Graph, last_reads, rotated_by
+
+
+class Pair(NamedTuple):
+    """Two buffers, by index, that may not share memory: an output, and what is used after it.
+
+    node: what writes the output.  may_be_in_place: the other is what ``node`` rotates into it, and
+    nothing else reads that; then the two may be the very same memory.
+    """
+
+    output: int
+    other: int
+    node: str
+    may_be_in_place: bool
+
+
+def pairs_of(graph: Graph, names: Sequence[str]) -> list[Pair]:
+    """The pairs of a graph.  names: of the bound values; an index is a place among them."""
+    last_read = last_reads(graph)
+    place = {name: i for i, name in enumerate(names)}
+    # Ports, not nodes: both parts of a merged rotation may read one value.
+    reads = [value for node in graph.nodes for value in node.inputs.values()]
+    found: list[Pair] = []
+    for step, node in enumerate(graph.nodes):
+        for output in node.outputs.values():
+            if graph.is_virtual(output):
+                continue
+            rotated = rotated_by(node, output)
+            for name, other in place.items():
+                is_used_later = last_read.get(name, -1) >= step or name in graph.outputs
+                if name != output and is_used_later:
+                    may_be_in_place = (
+                        name == rotated
+                        and graph.values[name].ragged_offset is None
+                        and last_read[name] == step
+                        and reads.count(name) == 1
+                    )
+                    found.append(Pair(place[output], other, node.name, may_be_in_place))
+    return found
+
+
+def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor]) -> None:
+    """Raise GraphError if an output overlaps itself, or shares memory that it may not share.
+
+    bound: the buffers by name, in the order of the names that the pairs were made from.
+    """
+    for name in graph.outputs:
+        mine = bound[name]
+        if overlaps(mine.shape, mine.stride()):
+            raise GraphError(
+                f"the buffer of output {name!r} overlaps itself: shape "
+                f"{list(mine.shape)}, strides {list(mine.stride())}"
+            )
+    named = list(bound.items())
+    for pair in pairs:
+        (output, mine), (name, theirs) = named[pair.output], named[pair.other]
+        if pair.may_be_in_place and _is_one_place(mine, theirs):
+            if theirs.requires_grad and theirs.is_leaf:
+                raise GraphError(
+                    f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
+                    "use a separate output"
+                )
+        elif not disjoint(mine, theirs):
+            raise GraphError(
+                f"the buffer of output {output!r} (written by {pair.node!r}) shares "
+                f"memory with that of {name!r}; use separate buffers"
+            )
+
+
+def _is_one_place(x: Tensor, y: Tensor) -> bool:
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+        y.data_ptr(), y.shape, y.stride(), y.dtype,
+    )  # fmt: skip
