@@ -16,6 +16,15 @@ TableLayout = Literal["first_half", "pairs", "full"]
 AnglePrecision = Literal["float32", "exact"]
 Numerics = Literal["fp32", "nemo", "hf"]
 
+# The input ports that carry the angles, and those that may carry positions.
+ANGLE_PORTS: dict[AngleSource, tuple[str, ...]] = {
+    "freqs": ("freqs",),
+    "cos_sin": ("cos", "sin"),
+    "packed": ("cos_sin",),
+    "inv_freq": ("inv_freq",),
+}
+POSITION_PORTS = ("position_ids", "start_positions", "cu_seqlens")
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -27,9 +36,21 @@ class Rotation:
     rope_dim: r, even, already resolved (never 0).  rope_offset: first rotated channel.
     interleaved: pairs (2i, 2i+1) of the segment are read, else (i, i + r/2).
     interleaved_output: the same for the written pairs.
-    angles: which input ports hold them: ``freqs`` (radians), ``cos`` and ``sin``,
-    ``cos_sin`` (packed on the last axis) or ``inv_freq``.
+    angles: which input ports hold them, as ANGLE_PORTS says: ``freqs`` (radians), ``cos_sin``
+    (ports cos and sin), ``packed`` (both on the last axis of port cos_sin) or ``inv_freq`` (radians
+    a position, r/2 of them).
     half_width: the table has r/2 columns; otherwise r, read as table_layout says.
+    angle_precision: with inv_freq, "float32" rounds position times inv_freq once to fp32; "exact"
+    takes the sine and cosine of the unrounded product.
+    numerics: how products round; "nemo" and "hf" read cos and sin, and their scales are 1.
+
+    The position of row s of batch entry b is position_ids[b, s] where that port is there. Else it
+    is start + c(s): start is start_positions[b], or 0; c(s) is s, or with cp_size C > 1 and L local
+    rows, s + cp_rank L/2 in the first half, s + L C - (cp_rank + 2) L/2 in the second (context
+    parallel: a rank holds chunks cp_rank and 2C - 1 - cp_rank of 2C). With port cu_seqlens (lengths
+    of whole sequences, packed in a batch of 1; a rank holds 1/C of each) or ragged data, s and L
+    count within the own sequence, start_positions has one number a sequence, and rows of no
+    sequence become 0. Row ``position`` of a table is read.
     """
 
     rope_dim: int
@@ -51,17 +72,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Rope(Rotation):
-    """output = output_scale * R x.  Ports: input, freqs -> output."""
+    """output = output_scale * R x.  Ports: input, angles, positions -> output."""
 
 
 @dataclass(frozen=True)
 class RopeBackward(Rotation):
-    """The exact adjoint of Rope with the same attributes.  Ports: dY, freqs -> dX."""
+    """The exact adjoint of Rope with the same attributes.  Ports: dY, angles, positions -> dX."""
 
 
 @dataclass(frozen=True)
 class RopeFreqsGrad(Rotation):
-    """The gradient of the angles of a Rope.  Ports: input, dY, freqs -> dfreqs."""
+    """The gradient of the angles of a Rope.  Ports: input, dY, freqs, positions -> dfreqs."""
 
 
 @dataclass(frozen=True)

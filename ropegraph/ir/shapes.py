@@ -16,13 +16,13 @@ from ropegraph.ir.ops import (
     RopeBackward,
     RopeFreqsGrad,
     RopePair,
-    Rotation,
     Scale,
     Sdpa,
     SdpaBackward,
     Sum,
     op_name,
 )
+from ropegraph.ir.rotation_shapes import check_rotation
 
 Dim = tuple[int, ...]
 
@@ -35,13 +35,13 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
     where = f"{op_name(attrs)} {name!r}"
     match attrs:
         case Rope():
-            _rotation(where, attrs, "input", dims)
+            check_rotation(where, attrs, "input", dims)
             return {"output": dims["input"]}
         case RopeBackward():
-            _rotation(where, attrs, "dY", dims)
+            check_rotation(where, attrs, "dY", dims)
             return {"dX": dims["dY"]}
         case RopeFreqsGrad():
-            _rotation(where, attrs, "input", dims)
+            check_rotation(where, attrs, "input", dims)
             _same(where, "dY", dims["dY"], "input", dims["input"])
             return {"dfreqs": dims["freqs"]}
         case RopePair(parts):
@@ -71,53 +71,6 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             for port, dim in dims.items():
                 _same(where, port, dim, "0", first)
             return {"output": first}
-
-
-def _rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -> None:
-    _rank4(where, port, dims[port])
-    b, _, s, d = dims[port]
-    r = attrs.rope_dim
-    if r % 2 or r < 0:
-        raise GraphError(
-            f"{where}: rope_dim={r} of the {d} channels of {port} is odd; a rotation acts on pairs "
-            f"of channels, so use an even one from 2 to {d - d % 2}"
-        )
-    if r > d:
-        raise GraphError(
-            f"{where}: rope_dim={r} is more than the {d} channels of {port} {list(dims[port])}; "
-            f"use an even one up to {d - d % 2}"
-        )
-    if not 0 <= attrs.rope_offset <= d - r:
-        raise GraphError(
-            f"{where}: rope_offset={attrs.rope_offset} with rope_dim={r} leaves the {d} channels "
-            f"of {port}; use 0 to {d - r}"
-        )
-    if "freqs" in dims:
-        _table(where, attrs, dims["freqs"], b, s, d)
-
-
-def _table(where: str, attrs: Rotation, table: Dim, b: int, s: int, d: int) -> None:
-    r = attrs.rope_dim
-    width = r // 2 if attrs.half_width else r
-    if len(table) != 4 or table[2] != 1 or table[1] not in (1, b):
-        raise GraphError(
-            f"{where}: freqs {list(table)} is not a table of angles; "
-            f"use [s, 1, 1, {width}]"
-            + (f", or [s, {b}, 1, {width}] with one table per batch entry" if b > 1 else "")
-        )
-    if table[3] != width:
-        other = r if attrs.half_width else r // 2
-        hint = f"half_width={not attrs.half_width}" if table[3] == other else f"rope_dim={table[3]}"
-        raise GraphError(
-            f"{where}: freqs {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels "
-            f"with half_width={attrs.half_width} reads {width} columns; "
-            f"use a table {width} wide or {hint}"
-        )
-    if table[0] < s:
-        raise GraphError(
-            f"{where}: freqs {list(table)} has {table[0]} rows for {s} positions; "
-            f"use a table of at least {s} rows"
-        )
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from ropegraph.dtypes import FLOATS, INDEX, DType, short, wider
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Op, RopePair, SdpaBackward, op_name
+from ropegraph.ir.ops import POSITION_PORTS, Op, RopePair, SdpaBackward, op_name
 
 # Ports that carry something else than the data type of the graph: what is assumed, what is allowed.
 _INTEGER = (
     "seq_len_q", "seq_len_kv", "seed", "offset", "ragged_offset",
-    "paged_attention_k_table", "paged_attention_v_table",
-    "position_ids", "start_positions", "cu_seqlens",
+    "paged_attention_k_table", "paged_attention_v_table", *POSITION_PORTS,
 )  # fmt: skip
 _SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
+_TABLES = ("cos", "sin", "cos_sin")
 _SAME_AS_FIRST = ("k", "v", "o", "dO", "dY")
 
 
@@ -24,7 +24,7 @@ def default_dtype(port: str, io: DType, first: DType) -> DType:
         return DType.INT32
     if port in ("stats", "sink_token", "attn_scale"):
         return wider(first)
-    if port in _SINGLE or port.startswith("score_mod."):
+    if port in (*_SINGLE, *_TABLES) or port.startswith("score_mod."):
         return DType.FLOAT
     return io
 
@@ -53,6 +53,11 @@ def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
                 f"{where}: {port} is {short(dtype)} but {first_port} is {short(first)}; "
                 "both must have one data type"
             )
+    if "cos" in dtypes and dtypes["cos"] is not dtypes["sin"]:
+        raise GraphError(
+            f"{where}: cos is {short(dtypes['cos'])} but sin is {short(dtypes['sin'])}; "
+            "both must have one data type"
+        )
 
 
 def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
