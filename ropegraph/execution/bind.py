@@ -6,8 +6,8 @@ same, the answer does too. Where the pointers alone change, only they are looked
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from operator import attrgetter, index
+from collections.abc import Callable, Collection, Mapping
+from operator import index
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,39 +17,20 @@ from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import disjoint, refuse_negative_strides
 from ropegraph.execution.sharing import check_sharing, pairs_of
+from ropegraph.execution.signature import Signature, addresses_of, form_check, forms_of
 from ropegraph.ir.graph import Value, span
 from ropegraph.lowering.plan import Plan
-
-
-class Signature(NamedTuple):
-    """What identifies a set of buffers: addresses, and what each is like otherwise."""
-
-    addresses: list[int]
-    forms: list[Any]
-
-
-def identify(buffers: Iterable[Tensor]) -> Signature:
-    """The signature of buffers: all their addresses, then all their shapes, and so on.
-
-    The device is left out: of known addresses it is known, and bind asks for that of new ones.
-    """
-    found = tuple(buffers)
-    forms = [*map(_shape, found), *map(_stride, found), *map(_dtype, found), *map(_grad, found)]
-    return Signature(list(map(_address, found)), forms)
-
-
-# Descriptors called by map: a third of the time of a loop that asks each buffer.
-_address, _stride = Tensor.data_ptr, Tensor.stride
-_shape, _dtype, _device, _grad = map(attrgetter, ("shape", "dtype", "device", "requires_grad"))
 
 
 class _Checked(NamedTuple):
     """A set of buffers that was found right.
 
+    has_form: says of others whether they are like these but for their addresses.
     reshaped: those whose shape must become the declared one.  spans: bytes that each reaches over.
     """
 
     signature: Signature
+    has_form: Callable[..., bool]
     reshaped: list[tuple[int, Value]]
     spans: list[int]
 
@@ -77,7 +58,7 @@ class Binder:
         self.aligned = [i for i, (name, _) in enumerate(self.required) if name in aligned]
         self._apart = pairs_of(graph, [name for name, _ in self.required])
         # One attribute, replaced as a whole: threads may see an old one, never half of one.
-        self._checked = _Checked(Signature([], []), [], [])
+        self._checked = _Checked(Signature((), ()), _is_nothing, [], [])
 
     def bind(
         self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
@@ -100,14 +81,14 @@ class Binder:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
             bound.append(buffer)
+        known = self._checked
         try:
-            addresses, forms = identify(bound)
-            forms += map(_device, bound)
+            addresses = addresses_of(bound)
+            forms = known.signature.forms if known.has_form(*bound) else forms_of(bound)
         except RuntimeError as error:
             raise self._without_memory(bound, error) from error
         if workspace is not None:
-            addresses.append(workspace.data_ptr())
-        known = self._checked
+            addresses = (*addresses, workspace.data_ptr())
         if addresses != known.signature.addresses or forms != known.signature.forms:
             known = self._recheck(known, Signature(addresses, forms), env, workspace)
             self._checked = known
@@ -142,11 +123,9 @@ class Binder:
             ):
                 return known._replace(signature=signature)
         reshaped = self._check(env, workspace)
-        spans = [
-            span(x.shape, x.stride()) * x.element_size()
-            for x in (env[slot] for _, slot in self.required)
-        ]
-        return _Checked(signature, reshaped, spans)
+        bound = [env[slot] for _, slot in self.required]
+        spans = [span(x.shape, x.stride()) * x.element_size() for x in bound]
+        return _Checked(signature, form_check(bound), reshaped, spans)
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):
@@ -262,9 +241,15 @@ class Binder:
         )
 
 
+def _is_nothing(*buffers: Tensor) -> bool:
+    """The form check of a binder that has seen no buffers."""
+    return False
+
+
 def _has_memory(buffer: Tensor) -> bool:
     try:
-        identify([buffer])
+        addresses_of([buffer])
+        forms_of([buffer])
     except RuntimeError:
         return False
     return True

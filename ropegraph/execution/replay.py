@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ropegraph.execution.bind import Signature, identify
+from ropegraph.execution.signature import Signature, addresses_of, form_check
 
 # A training loop alternates between few sets of buffers; a capture of two launches is small.
 KEPT = 8
@@ -29,19 +29,27 @@ class Latest:
     """The shortest way from a caller's pack to its capture: keys and buffers as they were last."""
 
     def __init__(
-        self, keys: tuple[Any, ...], signature: Signature, replays: Replays, graph: Any
+        self, pack: Mapping[Any, Any], replays: Replays, graph: Any, before: Latest | None
     ) -> None:
+        buffers = tuple(pack.values())
+        self.keys = tuple(pack)
+        self.addresses = addresses_of(buffers)
+        # Packs that take turns mostly have one form: a check of it takes as long as a launch.
+        is_alike = before is not None and before.has_form(*buffers)
+        self.has_form = before.has_form if before and is_alike else form_check(buffers)
         # The graph itself is kept, not its address alone: it must live as long as it may launch.
-        self.keys, self.signature, self.graph = keys, signature, graph
+        self.graph = graph
         self.stream, self.index = replays.stream, replays.device.index or 0
         self.launch = replays.launch
 
     def is_for(self, pack: Mapping[Any, Any]) -> bool:
         """True for the same pack on the same stream, if nobody captures meanwhile."""
+        buffers = tuple(pack.values())
         try:
             return (
                 tuple(pack) == self.keys
-                and identify(pack.values()) == self.signature
+                and addresses_of(buffers) == self.addresses
+                and self.has_form(*buffers)
                 and current_stream(self.index) == self.stream
                 and not torch.cuda.is_current_stream_capturing()
             )
@@ -74,12 +82,12 @@ class Replays:
             self.known.insert(0, (signature, graph))
         self.launch(graph.graphExec, self.stream)
 
-    def latest(self, pack: Mapping[Any, Any]) -> Latest | None:
+    def latest(self, pack: Mapping[Any, Any], before: Latest | None) -> Latest | None:
         """The capture that was used last, under the keys of the pack it was used for."""
         graph = self.known[0][1] if self.known else None
         if graph is None or not all(type(x) is torch.Tensor for x in pack.values()):
             return None
-        return Latest(tuple(pack), identify(pack.values()), self, graph)
+        return Latest(pack, self, graph, before)
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""

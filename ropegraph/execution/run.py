@@ -101,7 +101,8 @@ class Runnable:
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
         """Let replay() find what was last captured by the caller's keys.  stream: as given."""
         if self._may_capture and stream is None:
-            self._local.latest = self.replays(self.current_stream).latest(pack)
+            local = self._local
+            local.latest = self.replays(self.current_stream).latest(pack, local.latest)
 
     def _run(self, env: list[Any], stream: int) -> None:
         # Inference mode: an arena may have been made within the caller's, and serves outside too.
