@@ -241,7 +241,7 @@ class Binder:
         )
 
 
-def _is_nothing(*buffers: Tensor) -> bool:
+def _is_nothing(*_: Tensor) -> bool:
     """The form check of a binder that has seen no buffers."""
     return False
 

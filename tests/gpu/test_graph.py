@@ -83,6 +83,19 @@ def test_every_fold_on_the_default_engines(fold, log2):
     check(pair.step(), x)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("fold", "log2"), [f for f in FOLDS if f[0] in ("q", "symmetric")])
+def test_a_fold_is_at_most_twice_as_wrong_as_none(fold, log2, dtype):
+    x = inputs(dtype=dtype)
+    errors = [
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(pair.step(), want, strict=True)]
+        for want in [wanted(x)]
+        for pair in (Pair(x, fold="off"), Pair(x, fold=fold, fold_log2=log2))
+    ]
+    for name, plain, folded in zip(("o", "dq", "dk", "dv"), *errors, strict=True):
+        assert folded <= 2 * plain, f"{name}: {folded:.3g} folded, {plain:.3g} not"
+
+
 def test_the_same_buffers_again_are_replayed_with_what_they_hold_then():
     x = inputs()
     pair = Pair(x)

@@ -160,6 +160,9 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
             lambda turn=turn: _plain(*turn(x["q"], x["k"], cos, sin), x["v"])
         )
     ours = Attention(x, s)
+    native = peers.native(ours.forward, ours.pack)
+    if native is not None:
+        others["cuDNN native"] = device_us(native)
     us = device_us(lambda: ours.forward.execute(ours.pack))
     found = [Row(f"rope + SDPA forward, {size}", us, us, separate, "us", others)]
     if packed is not None:
@@ -176,8 +179,17 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
             us = device_us(both.step)
             place = ", in place" if in_place else ""
             work = f"forward + backward graph, packed{place}, {size}"
-            found.append(Row(work, us, us, 7560.0, "us"))
+            found.append(Row(work, us, us, 7560.0, "us", {} if in_place else _native_step(both)))
     return found
+
+
+def _native_step(both: Attention) -> dict[str, float]:
+    """cuDNN's native forward and backward on the same buffers, where it has them."""
+    back = peers.native(cast(rg.pygraph, both.back), both.back_pack)
+    forward = peers.native(both.forward, both.pack)
+    if forward is None or back is None:
+        return {}
+    return {"cuDNN native": device_us(lambda: (forward(), back()))}
 
 
 def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:

@@ -1,19 +1,27 @@
-"""What else rotates Q and K, as far as it is installed: (q, k, cos, sin) -> (q, k)."""
+"""What else rotates Q and K, as far as it is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ropegraph as rg
+from ropegraph.compile import device_of
+from ropegraph.engines.cudnn_rope_sdpa.native import build
+
 Turn = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def rotations() -> dict[str, Turn]:
-    """By name.  q and k are [b, h, s, d]; cos and sin [s, d] in their dtype."""
+    """By name, (q, k, cos, sin) -> (q, k).
+
+    q and k are [b, h, s, d]; cos and sin [s, d] in their dtype.
+    """
     found: dict[str, Turn] = {}
     eager = _hugging_face()
     if eager is not None:
@@ -23,6 +31,25 @@ def rotations() -> dict[str, Turn]:
     if liger is not None:
         found["Liger"] = liger
     return found
+
+
+def native(graph: rg.pygraph, pack: Mapping[str, Any]) -> Callable[[], object] | None:
+    """The lowered graph as one graph of cuDNN's own rope and sdpa nodes; None before cuDNN 9.24.
+
+    It writes every rotated tensor to a buffer, as cuDNN's nodes do.
+    """
+    if rg.backend_version() < 92400:
+        return None
+    lowered = graph.lowered.plan.graph
+    written = frozenset(v for node in lowered.nodes for v in node.outputs.values())
+    made = build(replace(lowered, saved=lowered.saved | written), device_of(torch.device("cuda")))
+    buffers: dict[str, Any] = {n: pack[n] for n in made.graph.inputs}
+    for name in made.graph.outputs:
+        value = made.graph.values[name]
+        dtype = getattr(torch, value.dtype.torch_name)
+        own = torch.empty_strided(value.dim, value.stride, dtype=dtype, device="cuda")
+        buffers[name] = pack.get(name, own)
+    return lambda: made(buffers)
 
 
 def _hugging_face() -> Turn | None:
