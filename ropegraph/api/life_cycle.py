@@ -179,7 +179,8 @@ class LifeCycle:
             raise GraphError(
                 f"{method}: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
             )
-        self._close(f"{method}()")
+        if not self.recorder.closed_by:
+            self._close(f"{method}()")
         buffers = self._keys.buffers(cast("Mapping[Any, Any]", variant_pack))
         runnable = self._runnable(self._buffers_device(buffers))
         if len(buffers) > len(runnable.binder.required):

@@ -23,7 +23,7 @@ from ropegraph.lowering.plan import Plan
 
 
 class _Checked(NamedTuple):
-    """A set of buffers that was found right.
+    """A set of buffers that was found right; others like it are right wherever they lie apart.
 
     has_form: says of others whether they are like these but for their addresses.
     reshaped: those whose shape must become the declared one.  spans: bytes that each reaches over.
@@ -57,8 +57,10 @@ class Binder:
         }
         self.aligned = [i for i, (name, _) in enumerate(self.required) if name in aligned]
         self._apart = pairs_of(graph, [name for name, _ in self.required])
-        # One attribute, replaced as a whole: threads may see an old one, never half of one.
-        self._checked = _Checked(Signature((), ()), _is_nothing, [], [])
+        # Replaced as a whole: threads may see an old pair, never half of one. Beside what was last
+        # checked in full, the signature of the buffers that were last found right.
+        nothing = Signature((), ())
+        self._latest = _Checked(nothing, _is_nothing, [], []), nothing
 
     def bind(
         self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
@@ -81,20 +83,22 @@ class Binder:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
             bound.append(buffer)
-        known = self._checked
+        known, latest = self._latest
         try:
             addresses = addresses_of(bound)
-            forms = known.signature.forms if known.has_form(*bound) else forms_of(bound)
+            forms = latest.forms if known.has_form(*bound) else forms_of(bound)
         except RuntimeError as error:
             raise self._without_memory(bound, error) from error
         if workspace is not None:
             addresses = (*addresses, workspace.data_ptr())
-        if addresses != known.signature.addresses or forms != known.signature.forms:
-            known = self._recheck(known, Signature(addresses, forms), env, workspace)
-            self._checked = known
+        if addresses != latest.addresses or forms != latest.forms:
+            latest = Signature(addresses, forms)
+            if forms != known.signature.forms or not self._lie_apart(addresses, known.spans):
+                known = self._checked(latest, env, workspace)
+            self._latest = known, latest
         for slot, value in known.reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
-        return known.signature
+        return latest
 
     def _without_memory(self, bound: list[Tensor], error: RuntimeError) -> GraphError:
         for (name, _), buffer in zip(self.required, bound, strict=True):
@@ -106,22 +110,18 @@ class Binder:
                 )
         return GraphError(f"a buffer has no plain memory: {error}")
 
-    def _recheck(
-        self, known: _Checked, signature: Signature, env: list[Any], workspace: Tensor | None
-    ) -> _Checked:
-        """The same check for other buffers: of their addresses alone, if all else is as it was."""
-        if signature.forms == known.signature.forms and workspace is None:
-            places, spans = signature.addresses, known.spans
-            has_memory = all(a or not n for a, n in zip(places, spans, strict=False))
-            if (
-                has_memory
-                and not any(
-                    places[i] < places[j] + spans[j] and places[j] < places[i] + spans[i]
-                    for i, j, _, _ in self._apart
-                )
-                and not any(places[i] & 15 for i in self.aligned)
-            ):
-                return known._replace(signature=signature)
+    def _lie_apart(self, addresses: tuple[int, ...], spans: list[int]) -> bool:
+        """True if buffers of known forms are right where they are; False means: look closely."""
+        # An address more is that of a workspace; none is that of an empty buffer, or of no memory.
+        if len(addresses) != len(spans) or 0 in addresses:
+            return False
+        for i, j, _, _ in self._apart:
+            if addresses[i] < addresses[j] + spans[j] and addresses[j] < addresses[i] + spans[i]:
+                return False
+        return all(not addresses[i] & 15 for i in self.aligned)
+
+    def _checked(self, signature: Signature, env: list[Any], workspace: Tensor | None) -> _Checked:
+        """Check everything.  Raises GraphError for the first wrong buffer."""
         reshaped = self._check(env, workspace)
         bound = [env[slot] for _, slot in self.required]
         spans = [span(x.shape, x.stride()) * x.element_size() for x in bound]

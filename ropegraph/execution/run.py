@@ -50,6 +50,8 @@ class Runnable:
             and not any(v.is_host and v.constant is None for v in plan.graph.values.values())
             and all(getattr(e, "can_be_captured", False) for e in executables)
         )
+        # Launches by address know nothing of torch's modes, and entering those takes 4 us.
+        self._calls_torch = any(getattr(e, "calls_torch", True) for e in executables)
         self._local = _Local()
 
     def __call__(
@@ -105,6 +107,9 @@ class Runnable:
             local.latest = self.replays(self.current_stream).latest(pack, local.latest)
 
     def _run(self, env: list[Any], stream: int) -> None:
+        if not self._calls_torch:
+            self._launch(env, stream)
+            return
         # Inference mode: an arena may have been made within the caller's, and serves outside too.
         with torch.inference_mode():
             if torch.is_autocast_enabled(self.plan.device.type):

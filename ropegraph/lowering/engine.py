@@ -60,6 +60,7 @@ class Executable(Protocol):
     An executable with ``can_be_captured = True`` launches on the stream, reads nothing on the host
     and allocates nothing, so that its launches may be captured once and replayed.
     One with ``needs_alignment = True`` wants its floating tensors at multiples of 16 bytes.
+    One with ``calls_torch = False`` does the same in every mode of torch: gradients, autocast.
     """
 
     def __call__(self, env: Sequence[Any], stream: int) -> None: ...

@@ -60,6 +60,7 @@ class DenseLaunch:
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
     can_be_captured = True
+    calls_torch = False
 
     def __init__(self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape) -> None:
         self.name, self.jobs = name, tuple(jobs)
@@ -164,6 +165,7 @@ class Nothing:
     """Nothing to rotate, nothing to launch."""
 
     can_be_captured = True
+    calls_torch = False
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         return

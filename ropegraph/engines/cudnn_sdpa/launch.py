@@ -49,6 +49,7 @@ class Launch:
     """
 
     can_be_captured = True
+    calls_torch = False  # but for a repair, which sees to torch's modes by itself
     needs_alignment = True
 
     def __init__(self, name: str, recipe: Recipe, plan: BuiltPlan) -> None:
