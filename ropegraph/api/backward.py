@@ -13,12 +13,14 @@ from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import FoldContractError, GraphError
 from ropegraph.ir.ops import (
+    JoinQkv,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
     Scale,
     Sdpa,
     SdpaBackward,
+    SplitQkv,
     Sum,
     op_name,
     shared,
@@ -51,6 +53,7 @@ class _Derivation:
                 )
         self.wanted = self._on_the_way()
         self.copies: dict[Tensor, Tensor] = {}
+        self.splits: dict[str, dict[str, Tensor]] = {}
         self.partial: dict[Tensor, list[Tensor]] = {}
 
     def _tensors(self, given: Any, argument: str) -> list[Tensor]:
@@ -114,7 +117,7 @@ class _Derivation:
         """Mark what the backward needs; a graph that is built already must export it by itself."""
         reaching = self._reaching()
         nodes = [n for n in self.nodes if set(n.outputs.values()) & reaching and self._is_wanted(n)]
-        needed = [t for node in nodes for t in _needs(node, self.wanted)]
+        needed = [self._whole(t) for node in nodes for t in _needs(node, self.wanted)]
         for node in nodes:
             if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs:
                 raise GraphError(
@@ -156,6 +159,8 @@ class _Derivation:
                 self._add(node.inputs["input"], made["output"])
             case Sdpa() as attrs:
                 self._sdpa(node, attrs)
+            case SplitQkv() as attrs:
+                self._split(node, attrs)
             case other:
                 raise GraphError(
                     f"backward_graph: {op_name(other)} {node.name!r} has no gradient of its own; "
@@ -180,6 +185,17 @@ class _Derivation:
             ports = {"input": x, "dY": grad, "freqs": freqs}
             made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
+
+    def _split(self, node: RecordedNode, attrs: SplitQkv) -> None:
+        grads = {
+            part: self._gradient(tensor)
+            for part, tensor in node.outputs.items()
+            if tensor in self.partial
+        }
+        whole = node.inputs["qkv"]
+        joined = JoinQkv(attrs.split, attrs.by_groups, tuple(whole.get_dim()))
+        made = self._record(joined, f"{node.name}_backward", grads, "qkv")
+        self._add(whole, made["qkv"])
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
         for port, tensor in node.inputs.items():
@@ -262,8 +278,44 @@ class _Derivation:
             for port, factor in zip(("q", "k"), entries[node.name].factors, strict=True)
         )
 
+    def _parted(self, tensor: Tensor) -> RecordedNode | None:
+        """The split that ``tensor`` comes from, directly or as what was rotated in its place."""
+        name = (tensor.spec.in_place_of or tensor).spec.producer
+        node = next((n for n in self.nodes if n.name == name), None)
+        return node if node is not None and isinstance(node.attrs, SplitQkv) else None
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """The tensor in whose memory the forward leaves ``tensor``; itself, if it has its own."""
+        if tensor.is_real:
+            return tensor
+        split = self._parted(tensor)
+        if split is None:
+            return tensor
+        part = tensor.spec.in_place_of or tensor
+        is_overwritten = any(t.spec.in_place_of is part for n in self.nodes for t in n.outputs.values())
+        if is_overwritten and tensor is part:
+            raise GraphError(
+                f"backward_graph: {tensor.get_name()!r} is needed and was rotated in place; "
+                "leave in_place out"
+            )
+        return self._whole(split.inputs["qkv"])
+
+    def _part(self, tensor: Tensor, split: RecordedNode) -> Tensor:
+        """A part of a packed tensor of the forward, taken from that tensor again."""
+        if split.name not in self.splits:
+            whole = self._copy(split.inputs["qkv"])
+            made = self._record(split.attrs, split.name, {"qkv": whole}, *split.outputs)
+            for part, old in split.outputs.items():
+                made[part].set_name(self._name(old)).set_stride(old.get_stride())
+            self.splits[split.name] = made
+        part = tensor.spec.in_place_of or tensor
+        return next(self.splits[split.name][p] for p, t in split.outputs.items() if t is part)
+
     def _copy(self, tensor: Tensor) -> Tensor:
         """The forward's tensor as an input of the backward, under the same name."""
+        split = self._parted(tensor)
+        if split is not None and not tensor.is_real:
+            return self._part(tensor, split)
         if tensor not in self.copies:
             copy = self.backward.tensor_like(tensor, name=self._name(tensor))
             copy.set_is_pass_by_value(tensor.get_is_pass_by_value())

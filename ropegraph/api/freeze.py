@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ropegraph.api.placing import settle
 from ropegraph.api.recording import RecordedNode, Recorder
 from ropegraph.api.tensor import Tensor, settled_strides
 from ropegraph.dtypes import INDEX, DType, wider
@@ -37,6 +38,7 @@ def freeze(
     used |= {o for t in used if (o := t.get_ragged_offset()) is not None}
     written = {t for n in recorder.nodes for t in n.outputs.values()}
     values = {names[t]: _value(t, names, types) for t in recorder.tensors if t in used}
+    values = settle(values, recorder.nodes, names)
     return Graph(
         recorder.name,
         values,

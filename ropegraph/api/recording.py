@@ -13,7 +13,7 @@ from ropegraph.api.tensor import Tensor, packed_like
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import refuse_negative_strides
-from ropegraph.ir.graph import Graph
+from ropegraph.ir.graph import Graph, is_in_place
 from ropegraph.ir.ops import NAMES, Op, op_name
 from ropegraph.ir.shapes import infer
 
@@ -206,6 +206,10 @@ class Recorder:
             for tensor in outputs.values():
                 tensor.spec.producer = node.name
             inputs = {port: handles[v] for port, v in node.inputs.items()}
+            rotated = next(iter(node.inputs.values()))
+            for value in node.outputs.values():
+                if is_in_place(frozen, rotated, value):
+                    handles[value].spec.in_place_of = handles[rotated]
             self.nodes.append(RecordedNode(node.name, node.attrs, inputs, outputs))
 
     def close(self, frozen: Graph, by: str) -> None:

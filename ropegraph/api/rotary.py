@@ -40,6 +40,7 @@ def rotation(
     numerics: Any,
     cp_size: Any,
     cp_rank: Any,
+    head_groups: Any,
     compute_data_type: Any,
     **sources: Any,
 ) -> Rope | RopeBackward:
@@ -74,6 +75,7 @@ def rotation(
         numerics=_only(where, "numerics", numerics, "fp32"),
         cp_size=_only(where, "cp_size", cp_size, 1),
         cp_rank=_only(where, "cp_rank", cp_rank, 0),
+        head_groups=as_count(head_groups, f"{where}: head_groups"),
         compute=as_compute(compute_data_type, f"{where}: compute_data_type"),
     )
 

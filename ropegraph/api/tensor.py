@@ -58,7 +58,7 @@ class Spec:
     """What is declared about a tensor so far; the package reads it, callers use the setters.
 
     producer: the node that writes it.  constant: the number a host scalar carries.
-    bound: the framework tensor it was made from, if any.
+    bound: the framework tensor it was made from, if any.  in_place_of: what it is written over.
     """
 
     dim: tuple[int, ...]
@@ -75,6 +75,7 @@ class Spec:
     producer: str | None = None
     constant: int | None = None
     bound: Any = None
+    in_place_of: Tensor | None = None
 
 
 class Tensor:

@@ -43,6 +43,13 @@ class Runnable:
         self.binder = Binder(plan, _aligned(plan, executables))
         self.device = torch.device(plan.device.type, plan.device.index)
         self._on_cuda = plan.device.type == "cuda"
+        values, slots = plan.graph.values, plan.slots
+        parts = [(slots[n], slots[v.within], v) for n, v in values.items() if v.within is not None]
+        # False: parts of what the caller binds.  True: of what lies in the arena.
+        self._parts = {
+            in_arena: [p for p in parts if (p[2].within in plan.workspace) is in_arena]
+            for in_arena in (False, True)
+        }
         # What is read on the host while steps are called would be frozen into a capture.
         self._may_capture = (
             self._on_cuda
@@ -69,6 +76,7 @@ class Runnable:
         arena = None if workspace is None else self._as_arena(workspace)
         env = self._own_layout(stream) if arena is None else self._layout(arena)
         signature = self.binder.bind(buffers, env, arena)
+        self._place_parts(env)
         if self._may_capture:
             self.replays(stream)(env, signature)
         else:
@@ -83,6 +91,7 @@ class Runnable:
         """What executables are called with: the buffers, checked, and this thread's arena."""
         env = self._own_layout(stream)
         self.binder.bind(buffers, env)
+        self._place_parts(env)
         return env
 
     def replays(self, stream: int) -> Replays:
@@ -135,7 +144,8 @@ class Runnable:
     def _written(self, steps: int) -> list[str]:
         graph = self.plan.graph
         values = (v for step in self.plan.steps[:steps] for v in step.node.outputs.values())
-        return [v for v in values if not graph.is_virtual(v)]
+        wholes = dict.fromkeys(map(graph.place, values))
+        return [w for w in wholes if not graph.is_virtual(w)]
 
     def _own_layout(self, stream: int) -> list[Any]:
         """The layout of an arena of our own: one a thread and stream, kept for the next call."""
@@ -168,13 +178,21 @@ class Runnable:
         env.append(arena[self.plan.workspace_bytes : self.workspace_bytes])
         for name, start in self.plan.workspace.items():
             env[self.plan.slots[name]] = _place(arena, start, self.plan.graph.values[name])
+        self._place_parts(env, in_arena=True)
         return env
+
+    def _place_parts(self, env: list[Any], in_arena: bool = False) -> None:
+        """Values that lie within others: views of a bound buffer, or of one in the arena."""
+        for slot, whole, value in self._parts[in_arena]:
+            x: Tensor = env[whole]
+            x = x.detach() if x.requires_grad else x
+            env[slot] = x.as_strided(value.dim, value.stride, x.storage_offset() + value.start)
 
 
 def _aligned(plan: Plan, executables: Sequence[Executable]) -> set[str]:
     """Floating values at steps whose executable reads 16 bytes at a time."""
     return {
-        value
+        plan.graph.place(value)
         for step, executable in zip(plan.steps, executables, strict=True)
         if getattr(executable, "needs_alignment", False)
         for value in (*step.node.inputs.values(), *step.node.outputs.values())

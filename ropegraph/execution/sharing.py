@@ -13,7 +13,7 @@ from ropegraph.ir.graph import Graph, last_reads, rotated_by
 
 
 class Pair(NamedTuple):
-    """Two buffers, by index, that may not share memory: an output, and what is used after it.
+    """Two buffers, by index, that may not share memory: one that is written, one used after that.
 
     node: what writes the output.  may_be_in_place: the other is what ``node`` rotates into it, and
     nothing else reads that; then the two may be the very same memory.
@@ -30,24 +30,27 @@ def pairs_of(graph: Graph, names: Sequence[str]) -> list[Pair]:
     last_read = last_reads(graph)
     place = {name: i for i, name in enumerate(names)}
     # Ports, not nodes: both parts of a merged rotation may read one value.
-    reads = [value for node in graph.nodes for value in node.inputs.values()]
-    found: list[Pair] = []
+    reads = [graph.place(value) for node in graph.nodes for value in node.inputs.values()]
+    found: dict[tuple[int, int], Pair] = {}
     for step, node in enumerate(graph.nodes):
-        for output in node.outputs.values():
-            if graph.is_virtual(output):
+        for part in node.outputs.values():
+            output = graph.place(part)
+            if output not in place or not graph.launches(node):
                 continue
             rotated = rotated_by(node, output)
             for name, other in place.items():
                 is_used_later = last_read.get(name, -1) >= step or name in graph.outputs
-                if name != output and is_used_later:
+                # Of several nodes that write parts of one buffer, the first decides.
+                if name != output and is_used_later and (place[output], other) not in found:
                     may_be_in_place = (
                         name == rotated
                         and graph.values[name].ragged_offset is None
                         and last_read[name] == step
                         and reads.count(name) == 1
                     )
-                    found.append(Pair(place[output], other, node.name, may_be_in_place))
-    return found
+                    pair = Pair(place[output], other, node.name, may_be_in_place)
+                    found[pair.output, pair.other] = pair
+    return list(found.values())
 
 
 def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor]) -> None:
@@ -55,12 +58,18 @@ def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor])
 
     bound: the buffers by name, in the order of the names that the pairs were made from.
     """
-    for name in graph.outputs:
+    for name in (*graph.outputs, *sorted(graph.rewritten)):
         mine = bound[name]
         if overlaps(mine.shape, mine.stride()):
             raise GraphError(
-                f"the buffer of output {name!r} overlaps itself: shape "
+                f"the buffer of {_role(graph, name)} {name!r} overlaps itself: shape "
                 f"{list(mine.shape)}, strides {list(mine.stride())}"
+            )
+    for name in sorted(graph.rewritten):
+        if bound[name].requires_grad and bound[name].is_leaf:
+            raise GraphError(
+                f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
+                "leave in_place out"
             )
     named = list(bound.items())
     for pair in pairs:
@@ -73,9 +82,13 @@ def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor])
                 )
         elif not disjoint(mine, theirs):
             raise GraphError(
-                f"the buffer of output {output!r} (written by {pair.node!r}) shares "
+                f"the buffer of {_role(graph, output)} {output!r} (written by {pair.node!r}) shares "
                 f"memory with that of {name!r}; use separate buffers"
             )
+
+
+def _role(graph: Graph, name: str) -> str:
+    return "output" if graph.producer(name) else "input"
 
 
 def _is_one_place(x: Tensor, y: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
 from ropegraph.ir.contract import Fold, FoldContract
-from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
+from ropegraph.ir.ops import JoinQkv, Op, Rope, RopeBackward, RopePair, SplitQkv
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
@@ -35,6 +35,8 @@ class Value:
     (times ragged_multiplier) of the sequences; None for a dense tensor.
     is_host: a CPU scalar read at execute (pass by value).  constant: its value, if the graph
     carries it.  uid: the user's, else None.
+    within: the value in whose memory this one lies, from its element ``start`` on; never one that
+    lies within another itself. None for memory of its own.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Value:
     ragged_multiplier: int = 1
     is_host: bool = False
     constant: int | None = None
+    within: str | None = None
+    start: int = 0
 
     @property
     def numel(self) -> int:
@@ -158,7 +162,35 @@ class Graph:
     def without_unused_values(self) -> Graph:
         used = {v for n in self.nodes for v in (*n.inputs.values(), *n.outputs.values())}
         used |= {offset for v in used if (offset := self.values[v].ragged_offset) is not None}
+        used |= {whole for v in used if (whole := self.values[v].within) is not None}
         return replace(self, values={k: v for k, v in self.values.items() if k in used})
+
+    def launches(self, node: Node[Op]) -> bool:
+        """False for a node that only says where memory lies."""
+        if isinstance(node.attrs, SplitQkv):
+            return any(self.values[v].within is None for v in node.outputs.values())
+        if isinstance(node.attrs, JoinQkv):
+            (whole,), parts = node.outputs.values(), node.inputs.values()
+            return len(node.inputs) < 3 or any(self.place(v) != whole for v in parts)
+        return True
+
+    def place(self, value: str) -> str:
+        """The value whose memory ``value`` lies in: another one, or itself."""
+        return self.values[value].within or value
+
+    @cached_property
+    def rewritten(self) -> frozenset[str]:
+        """Inputs of the graph that a node writes into: their buffers change."""
+        written = (self.place(v) for node in self.nodes for v in node.outputs.values()
+                   if self.launches(node))
+        return frozenset(v for v in written if self.producer(v) is None)
+
+    def is_seen(self, value: str) -> bool:
+        """True if the caller sees what is written there: in a buffer of its own or in another."""
+        if value in self.visible:
+            return True
+        whole = self.place(value)
+        return whole in self.visible or (whole != value and self.producer(whole) is None)
 
     def __str__(self) -> str:
         from ropegraph.ir.printer import print_graph
@@ -167,7 +199,7 @@ class Graph:
 
 
 def last_reads(graph: Graph) -> dict[str, int]:
-    """Value -> the index of the last node that reads it, offsets of ragged tensors included."""
+    """Value -> the index of the last node that reads it, or a part of it, or uses it as offsets."""
     found: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
         for value in (*node.inputs.values(), *node.outputs.values()):
@@ -175,7 +207,14 @@ def last_reads(graph: Graph) -> dict[str, int]:
             if offsets is not None:
                 found[offsets] = i
         found |= dict.fromkeys(node.inputs.values(), i)
+        found |= dict.fromkeys(map(graph.place, node.inputs.values()), i)
     return found
+
+
+def is_in_place(graph: Graph, before: str, after: str) -> bool:
+    """True if ``after``, a part of another value, lies where ``before`` does."""
+    x, y = graph.values[before], graph.values[after]
+    return y.within is not None and (graph.place(before), x.start) == (y.within, y.start)
 
 
 def rotated_by(node: Node[Any], output: str) -> str | None:

@@ -42,6 +42,8 @@ class Rotation:
     half_width: the table has r/2 columns; otherwise r, read as table_layout says.
     angle_precision: with inv_freq, "float32" rounds position times inv_freq once to fp32; "exact"
     takes the sine and cosine of the unrounded product.
+    head_groups: what Rope reads and RopeBackward writes is [b, head_groups, h / head_groups, s, d],
+    heads in two levels, and becomes [b, h, s, d] or was that; 0 keeps dims as they are.
     numerics: how products round; "nemo" and "hf" read cos and sin, and their scales are 1.
 
     The position of row s of batch entry b is position_ids[b, s] where that port is there. Else it
@@ -67,6 +69,7 @@ class Rotation:
     numerics: Numerics = "fp32"
     cp_size: int = 1
     cp_rank: int = 0
+    head_groups: int = 0
     compute: DType = DType.FLOAT
 
 
@@ -170,7 +173,33 @@ class Sum:
     """Adds all inputs, where gradients of one tensor meet.  Ports: 0, 1, ... -> output."""
 
 
-Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
+@dataclass(frozen=True)
+class SplitQkv:
+    """Q, K and V of one packed tensor: views of it, or copies where the caller binds them.
+
+    Ports: qkv -> q, k, v, which are [b, h, s, d].
+    split: by heads, qkv is [b, s, h_q + h_k + h_v, d] and these are h_q, h_k, h_v. By groups, qkv
+    is [b, s, groups, widths of q, k and v together], every group has one head of k and of v, and
+    these are the widths (TransformerEngine's layout).
+    """
+
+    split: tuple[int, int, int]
+    by_groups: bool = False
+
+
+@dataclass(frozen=True)
+class JoinQkv:
+    """The adjoint of SplitQkv with the same attributes.  Ports: any of q, k, v -> qkv.
+
+    What writes q, k and v writes into qkv; where a port is missing, qkv is zero.
+    """
+
+    split: tuple[int, int, int]
+    by_groups: bool = False
+    dim: tuple[int, ...] = ()
+
+
+Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum | SplitQkv | JoinQkv
 
 NAMES: dict[type[Op], str] = {
     Rope: "rope",
@@ -181,6 +210,8 @@ NAMES: dict[type[Op], str] = {
     SdpaBackward: "sdpa_backward",
     Scale: "scale",
     Sum: "sum",
+    SplitQkv: "split_qkv",
+    JoinQkv: "join_qkv",
 }
 
 

@@ -5,16 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import ANGLE_PORTS, POSITION_PORTS, Rotation
+from ropegraph.ir.ops import ANGLE_PORTS, POSITION_PORTS, RopeBackward, Rotation
 
 Dim = tuple[int, ...]
 
 
+def merged_heads(data: Dim) -> Dim:
+    """Data [b, groups, h / groups, s, d] as [b, h, s, d]; other dims as they are."""
+    if len(data) != 5:
+        return data
+    b, groups, heads, s, d = data
+    return (b, groups * heads, s, d)
+
+
+def written_dim(where: str, attrs: Rotation, port: str, data: Dim) -> Dim:
+    """The dims of what a rotation writes: heads in two levels become one, or the other way."""
+    groups = attrs.head_groups
+    if not groups:
+        return data
+    if isinstance(attrs, RopeBackward):
+        b, h, s, d = merged_heads(data)
+        if h % groups:
+            raise GraphError(
+                f"{where}: head_groups={groups} do not divide the {h} heads of {port} {list(data)}"
+            )
+        return (b, groups, h // groups, s, d)
+    if len(data) != 5 or data[1] != groups:
+        raise GraphError(
+            f"{where}: {port} {list(data)} with head_groups={groups}; "
+            f"use [b, {groups}, heads of a group, s, d]"
+        )
+    return merged_heads(data)
+
+
 def check_rotation(where: str, attrs: Rotation, port: str, dims: Mapping[str, Dim]) -> None:
     """Raise GraphError naming node, port, dims and what would fit.  port: that of the data."""
-    data = dims[port]
+    data = merged_heads(dims[port])
     if len(data) != 4:
         raise GraphError(f"{where}: {port} {list(data)} has {len(data)} dims; use [b, h, s, d]")
+    dims = {**dims, port: data}
     _segment(where, attrs, port, data)
     _positions(where, attrs, port, dims)
     has_positions = any(p in dims for p in POSITION_PORTS)

@@ -11,6 +11,7 @@ from ropegraph.errors import GraphError
 from ropegraph.ir.graph import merged_ports
 from ropegraph.ir.ops import (
     Attention,
+    JoinQkv,
     Op,
     Rope,
     RopeBackward,
@@ -19,10 +20,12 @@ from ropegraph.ir.ops import (
     Scale,
     Sdpa,
     SdpaBackward,
+    SplitQkv,
     Sum,
     op_name,
 )
-from ropegraph.ir.rotation_shapes import check_rotation
+from ropegraph.ir.packed import packed_dim, parts_of
+from ropegraph.ir.rotation_shapes import check_rotation, written_dim
 
 Dim = tuple[int, ...]
 
@@ -36,13 +39,13 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
     match attrs:
         case Rope():
             check_rotation(where, attrs, "input", dims)
-            return {"output": dims["input"]}
+            return {"output": written_dim(where, attrs, "input", dims["input"])}
         case RopeBackward():
             check_rotation(where, attrs, "dY", dims)
-            return {"dX": dims["dY"]}
+            return {"dX": written_dim(where, attrs, "dY", dims["dY"])}
         case RopeFreqsGrad():
             check_rotation(where, attrs, "input", dims)
-            _same(where, "dY", dims["dY"], "input", dims["input"])
+            _same(where, "dY", dims["dY"], "output", written_dim(where, attrs, "input", dims["input"]))
             return {"dfreqs": dims["freqs"]}
         case RopePair(parts):
             outputs: dict[str, Dim] = {}
@@ -71,6 +74,10 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             for port, dim in dims.items():
                 _same(where, port, dim, "0", first)
             return {"output": first}
+        case SplitQkv():
+            return {str(part): dim for part, dim in parts_of(where, attrs, dims["qkv"]).items()}
+        case JoinQkv():
+            return {"qkv": packed_dim(where, attrs, dims)}
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

@@ -27,6 +27,9 @@ def _broken_values(graph: Graph) -> Broken | None:
     for value in graph.values.values():
         if value.ragged_offset is not None and value.ragged_offset not in graph.values:
             return f"{value.name!r} is ragged by {value.ragged_offset!r}, which is no value", None
+        whole = None if value.within is None else graph.values.get(value.within)
+        if value.within is not None and (whole is None or whole.within is not None):
+            return f"{value.name!r} lies within {value.within!r}, which has no memory", None
     written = {v for node in graph.nodes for v in node.outputs.values()}
     for name in sorted(graph.visible | graph.saved):
         if name not in written:

@@ -55,13 +55,13 @@ def choose(
     allowed: Sequence[str],
     refused: Refused,
 ) -> tuple[Step, ...]:
-    """One step per node, each with the first allowed engine that can run it.
+    """One step per node that launches something, each with the first allowed engine that can run it.
 
     Raises UnsupportedError listing every broken rule of every engine.
     """
     slots = slots_of(graph)
     steps: list[Step] = []
-    for node in graph.nodes:
+    for node in filter(graph.launches, graph.nodes):
         step = Step(node, graph.values, "", slots)
         broken = reasons(graph, step, device, engines, allowed, refused)
         able = [name for name in allowed if not broken[name]]

@@ -36,13 +36,16 @@ def aligned(size_bytes: int) -> int:
 
 
 def place(graph: Graph) -> tuple[dict[str, int], int]:
-    """Byte offset of every virtual value, and the size of the arena, all aligned."""
-    last_use = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs.values()}
+    """Byte offset of every virtual value, and the size of the arena, all aligned.
+
+    A value lives from when it, or what lies within it, is first written until that is last read.
+    """
+    last_use = {graph.place(v): i for i, n in enumerate(graph.nodes) for v in n.inputs.values()}
     blocks: list[_Block] = []
     offsets: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
-        for value in node.outputs.values():
-            if not graph.is_virtual(value):
+        for value in map(graph.place, node.outputs.values()):
+            if not graph.is_virtual(value) or value in offsets:
                 continue
             size = aligned(span_bytes(graph.values[value]))
             start = _first_gap([b for b in blocks if b.last >= i], size)

@@ -21,7 +21,7 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     used = {
         port: value
         for port, value in node.outputs.items()
-        if graph.reading(value) or not graph.is_virtual(value)
+        if graph.reading(value) or not graph.is_virtual(value) or graph.place(value) in graph.inputs
     }
     if not used:
         return Edit(removed=(node.name,), note="removed: nobody reads its outputs")

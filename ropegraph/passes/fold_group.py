@@ -19,6 +19,7 @@ from ropegraph.ir.ops import (
     Scale,
     Sdpa,
     SdpaBackward,
+    SplitQkv,
     Sum,
 )
 from ropegraph.passes.limits import times, why_not_scale
@@ -97,7 +98,7 @@ def find_group(
         for value in values[side]:
             if reason := _why_not_value(graph, value, side, auto):
                 return Decline(reason)
-        made = [graph.producer(value) for value in values[side]]
+        made = [_maker(graph, value) for value in values[side]]
         undone = _adjoints(graph, nodes, side, auto)
         if isinstance(undone, Decline):
             return undone
@@ -107,6 +108,14 @@ def find_group(
     return Group(tuple(nodes), producers, adjoints, is_external)
 
 
+def _maker(graph: Graph, value: str) -> Node[Any] | None:
+    """The node that computes ``value``; None for an input of the graph, and for a part of one."""
+    producer = graph.producer(value)
+    if producer is not None and isinstance(producer.attrs, SplitQkv):
+        return _maker(graph, producer.inputs["qkv"])
+    return producer
+
+
 def is_imported(graph: Graph, value: str) -> bool:
     """True if a backward node reads the value and nothing here makes it or runs it forward.
 
@@ -114,14 +123,14 @@ def is_imported(graph: Graph, value: str) -> bool:
     """
     readers = [n.attrs for n in graph.reading(value)]
     return (
-        graph.producer(value) is None
+        _maker(graph, value) is None
         and any(isinstance(op, SdpaBackward) for op in readers)
         and not any(isinstance(op, Sdpa) for op in readers)
     )
 
 
 def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | None:
-    producer = graph.producer(value)
+    producer = _maker(graph, value)
     if producer is None and not is_imported(graph, value):
         return f"{value!r} is an input of the graph, not made by rope"
     if producer is not None and not isinstance(producer.attrs, (Rope, Scale)):
@@ -132,7 +141,7 @@ def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | Non
             return f"{value!r} is also read by {reader.name!r}"
         if ports != [side]:
             return f"{value!r} is {' and '.join(ports)} of {reader.name!r}, not {side} alone"
-    if auto and value in graph.visible:
+    if auto and graph.is_seen(value):
         return f'{value!r} is a visible output; fold="{side}" allows it to carry the scale'
     return None
 
@@ -144,7 +153,7 @@ def _adjoints(
     grads = {n.outputs[_GRAD[side]] for n in nodes if _GRAD[side] in n.outputs}
     found: dict[str, Node[Any]] = {}
     for grad in sorted(grads):
-        if auto and grad in graph.visible:
+        if auto and graph.is_seen(grad):
             return Decline(f"{grad!r} is a visible output and would lose the scale")
         readers = reading_through_sums(graph, grad)
         if not readers:
@@ -154,8 +163,9 @@ def _adjoints(
                 return Decline(f"{grad!r} is also read by {reader.name!r}")
             found[reader.name] = reader
         for total in sums_of(graph, grad):
-            if not graph.is_virtual(total.outputs["output"]):
-                return Decline(f"{total.outputs['output']!r} is a visible sum of {grad!r}")
+            sum_of = total.outputs["output"]
+            if not graph.is_virtual(sum_of) or graph.is_seen(sum_of):
+                return Decline(f"{sum_of!r} is a visible sum of {grad!r}")
             if foreign := [v for v in total.inputs.values() if not _is_sum_of(graph, v, grads)]:
                 return Decline(f"{grad!r} is added to {foreign}, which keep their scale")
     return tuple(found.values())

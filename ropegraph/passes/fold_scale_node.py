@@ -35,7 +35,7 @@ def _into_producer(graph: Graph, node: Node[Scale]) -> Edit | Decline:
     before = graph.producer(x)
     if before is None or not isinstance(before.attrs, _LINEAR):
         return Decline(f"{x!r} is not made by rope or scale")
-    if not graph.is_virtual(x):
+    if not graph.is_virtual(x) or graph.is_seen(x):
         return Decline(f"{x!r} is a visible output")
     if others := graph.readers(x) - {node.name}:
         return Decline(f"{x!r} is also read by {sorted(others)}")
@@ -48,7 +48,7 @@ def _into_producer(graph: Graph, node: Node[Scale]) -> Edit | Decline:
 
 def _into_readers(graph: Graph, node: Node[Scale]) -> Edit | Decline:
     x, y = node.inputs["input"], node.outputs["output"]
-    if not graph.is_virtual(y):
+    if not graph.is_virtual(y) or graph.is_seen(y):
         return Decline(f"{y!r} is a visible output")
     readers = graph.reading(y)
     if others := [n.name for n in readers if not _takes(n, y)]:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.packed import RunPacked
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
+    JoinQkv,
     Op,
     Rope,
     RopeBackward,
@@ -26,6 +28,7 @@ from ropegraph.ir.ops import (
     Scale,
     Sdpa,
     SdpaBackward,
+    SplitQkv,
     Sum,
 )
 from ropegraph.lowering.engine import Device, Executable, Step
@@ -44,6 +47,8 @@ class Reference:
         SdpaBackward,
         Scale,
         Sum,
+        SplitQkv,
+        JoinQkv,
     )
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -52,7 +57,7 @@ class Reference:
                 return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return why_not_rope(attrs)
-            case Sdpa() | SdpaBackward() | Scale() | Sum():
+            case _:
                 return ()
 
     def compile(self, step: Step, device: Device) -> Executable:
@@ -70,6 +75,8 @@ class Reference:
                 return RunScale(step, factor)
             case Sum():
                 return RunSum(step)
+            case SplitQkv() | JoinQkv() as attrs:
+                return RunPacked(step, attrs)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
+    JoinQkv,
     Op,
     Rope,
     RopeBackward,
@@ -16,6 +18,7 @@ from ropegraph.ir.ops import (
     Scale,
     Sdpa,
     SdpaBackward,
+    SplitQkv,
     Sum,
 )
 from ropegraph.lowering.engine import Device, Executable, Step
@@ -30,6 +33,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
+        SplitQkv, JoinQkv,
     )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -56,6 +60,10 @@ class TorchExecutor:
                 return _ScaleStep(step, factor)
             case Sum():
                 return _SumStep(step)
+            case SplitQkv() as attrs:
+                return SplitStep(step, attrs)
+            case JoinQkv() as attrs:
+                return JoinStep(step, attrs)
             case _:
                 from ropegraph.engines.torch_executor.rope import compile_rope
 

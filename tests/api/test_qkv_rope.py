@@ -1,0 +1,278 @@
+"""qkv_rope: packed QKV in every layout, forward and backward, in place, folded, and refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ropegraph as rg
+from ropegraph.testing import oracle
+
+F64 = torch.float64
+B, S, D = 2, 5, 8
+
+
+def freqs(seed: int = 0) -> Tensor:
+    half = torch.randn(S, D // 2, generator=torch.Generator().manual_seed(seed))
+    return torch.cat((half, half), dim=-1)[:, None, None, :].contiguous()
+
+
+class Layout:
+    """One way to pack QKV, and the plain slices that it means."""
+
+    def __init__(self, heads: tuple[int, int, int], by_groups: bool, sbhd: bool) -> None:
+        self.heads, self.by_groups = heads, by_groups
+        h_q, h_k, _ = heads
+        n = h_q // h_k
+        dim = (B, S, h_k, (n + 2) * D) if by_groups else (B, S, sum(heads), D)
+        self.split = (n * D, D, D) if by_groups else heads
+        made = torch.randn(dim, dtype=F64, generator=torch.Generator().manual_seed(1))
+        self.qkv = made.transpose(0, 1).contiguous().transpose(0, 1) if sbhd else made
+
+    def parts(self, qkv: Tensor) -> list[Tensor]:
+        """q, k and v as new tensors [b, h, s, d]."""
+        axis = 3 if self.by_groups else 2
+        found = qkv.split(self.split, axis)
+        if self.by_groups:
+            found = [x.reshape(B, S, -1, D) for x in found]
+        return [x.transpose(1, 2).clone() for x in found]
+
+
+LAYOUTS = {
+    "heads": ((6, 2, 2), False, False),
+    "heads, sbhd": ((6, 2, 2), False, True),
+    "heads of three kinds": ((6, 3, 2), False, False),
+    "groups of one head": ((2, 2, 2), True, False),
+    "one group": ((3, 1, 1), True, True),
+    "groups": ((6, 2, 2), True, False),
+    "groups, sbhd": ((6, 2, 2), True, True),
+}
+
+
+def layout(name: str) -> Layout:
+    return Layout(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rotated_and_split(name: str) -> None:
+    case = layout(name)
+    q_freqs, k_freqs = freqs(0), freqs(1)
+    g = rg.pygraph(io_data_type=F64)
+    made = g.qkv_rope(
+        g.tensor_like(case.qkv, name="qkv"),
+        g.tensor_like(q_freqs, name="fq"),
+        k_freqs=g.tensor_like(k_freqs, name="fk"),
+        split=case.split,
+        q_output_scale=0.3,
+        k_output_scale=1.7,
+    )
+    for x, n in zip(made, "qkv", strict=True):
+        x.set_output(True).set_name(f"{n}_out")
+    before = case.qkv.clone()
+    pack = run(g, {"qkv": case.qkv, "fq": q_freqs, "fk": k_freqs})
+    q, k, v = case.parts(case.qkv)
+    turn = [t[:, 0, 0, : D // 2].double() for t in (q_freqs, k_freqs)]
+    for n, want in (
+        ("q", 0.3 * oracle.rope(q, turn[0])),
+        ("k", 1.7 * oracle.rope(k, turn[1])),
+        ("v", v),
+    ):
+        torch.testing.assert_close(pack[f"{n}_out"], want, rtol=0, atol=1e-12)
+    assert torch.equal(case.qkv, before)
+
+
+def attention(case: Layout, in_place: bool = False, **settings: Any) -> rg.pygraph:
+    g = rg.pygraph(io_data_type=F64, **settings)
+    q, k, v = g.qkv_rope(
+        g.tensor_like(case.qkv, name="qkv"),
+        g.tensor_like(freqs(), name="freqs"),
+        split=case.split,
+        in_place=in_place,
+        name="turn",
+    )
+    o, _ = g.sdpa(q, k, v, 0.4, use_causal_mask=True, name="attn")
+    o.set_output(True).set_name("o")
+    return g
+
+
+def exact(case: Layout, qkv: Tensor) -> Tensor:
+    q, k, v = case.parts(qkv)
+    turn = freqs()[:, 0, 0, : D // 2].double()
+    keep = torch.ones(S, S, dtype=torch.bool).tril()
+    n = q.shape[1]
+    k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (oracle.rope(k, turn), v))
+    return oracle.attention(oracle.rope(q, turn), k, v, attn_scale=0.4, keep=keep)[0]
+
+
+@pytest.mark.parametrize("fold", ["auto", "off", "symmetric"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_attention_and_its_gradient(name: str, fold: str) -> None:
+    case = layout(name)
+    g = attention(case, fold=fold)
+    back = g.backward_graph(["o"], ["qkv"])
+    assert [s.node.name for s in g.plan.steps] == ["turn_q+turn_k", "attn"]
+    assert len(back.plan.steps) == 2
+    pack = run(g, {"qkv": case.qkv, "freqs": freqs()})
+    leaf = case.qkv.clone().requires_grad_()
+    want = exact(case, leaf)
+    torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-12)
+    d_o = torch.randn(want.shape, dtype=F64, generator=torch.Generator().manual_seed(3))
+    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    (wanted,) = torch.autograd.grad(want, leaf, d_o)
+    torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
+    assert grads["dqkv"].stride() == case.qkv.stride()
+
+
+def run(g: rg.pygraph, pack: dict[str, Any]) -> dict[str, Any]:
+    """Execute with poisoned outputs of the declared strides."""
+    pack = dict(pack)
+    for name in g.lowered.recorded.outputs:
+        value = g.lowered.recorded.values[name]
+        dtype = getattr(torch, value.dtype.torch_name)
+        pack[name] = torch.empty_strided(value.dim, value.stride, dtype=dtype).fill_(torch.nan)
+    g.execute(pack)
+    return pack
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if not n.startswith("groups, ") and n != "groups"])
+def test_in_place(name: str) -> None:
+    case = layout(name)
+    want = exact(case, case.qkv)
+    parts = case.parts(case.qkv)
+    qkv = case.qkv.clone()
+    version = qkv._version
+    g = attention(case, in_place=True)
+    back = g.backward_graph(["o"], ["qkv"])
+    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    assert qkv._version > version
+    torch.testing.assert_close(pack["o"], want, rtol=0, atol=1e-12)
+    q, k, v = case.parts(qkv)
+    turn = freqs()[:, 0, 0, : D // 2].double()
+    # What the caller sees keeps its scale: attn_scale is not folded into it.
+    torch.testing.assert_close(q, oracle.rope(parts[0], turn), rtol=0, atol=1e-12)
+    torch.testing.assert_close(k, oracle.rope(parts[1], turn), rtol=0, atol=1e-12)
+    assert torch.equal(v, parts[2])
+    assert "visible" in g.explain()
+    leaf = case.qkv.clone().requires_grad_()
+    d_o = torch.randn(want.shape, dtype=F64)
+    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    (wanted,) = torch.autograd.grad(exact(case, leaf), leaf, d_o)
+    torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
+
+
+def test_in_place_asked_for_with_a_fold() -> None:
+    case = layout("heads")
+    qkv = case.qkv.clone()
+    g = attention(case, in_place=True, fold="q")
+    back = g.backward_graph(["o"], ["qkv"])
+    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    torch.testing.assert_close(pack["o"], exact(case, case.qkv), rtol=0, atol=1e-12)
+    turn = freqs()[:, 0, 0, : D // 2].double()
+    q = case.parts(case.qkv)[0]
+    torch.testing.assert_close(case.parts(qkv)[0], 0.4 * oracle.rope(q, turn), rtol=0, atol=1e-12)
+    leaf = case.qkv.clone().requires_grad_()
+    d_o = torch.randn(pack["o"].shape, dtype=F64)
+    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    (wanted,) = torch.autograd.grad(exact(case, leaf), leaf, d_o)
+    torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
+
+
+def test_in_place_is_refused_where_it_would_do_harm() -> None:
+    case = layout("heads")
+    g = attention(case, in_place=True)
+    leaf = case.qkv.clone().requires_grad_()
+    o = torch.empty(B, 6, S, D, dtype=F64)
+    with pytest.raises(rg.GraphError, match="'qkv' is rotated in place, but it is a leaf"):
+        g.execute({"qkv": leaf, "freqs": freqs(), "o": o})
+    with pytest.raises(rg.GraphError, match="shares memory with that of 'o'"):
+        room = torch.empty(B * S * 10 * D + 6 * B * S * D, dtype=F64)
+        qkv = room[: B * S * 10 * D].view(B, S, 10, D).copy_(case.qkv)
+        g.execute({"qkv": qkv, "freqs": freqs(), "o": room[8 : 8 + o.numel()].view(o.shape)})
+    g = rg.pygraph(io_data_type=F64)
+    qkv = g.tensor_like(case.qkv, name="qkv")
+    q, _, _ = g.qkv_rope(qkv, g.tensor_like(freqs()), split=case.split, in_place=True)
+    q.set_output(True)
+    with pytest.raises(rg.GraphError, match="is in place and has no buffer of its own"):
+        g.build()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_backward_by_hand(name: str) -> None:
+    case = layout(name)
+    parts = case.parts(case.qkv)
+    d_q, d_k, d_v = (torch.randn(x.shape, dtype=F64) for x in parts)
+    g = rg.pygraph(io_data_type=F64)
+    made = g.qkv_rope_backward(
+        *(g.tensor_like(x, name=n) for n, x in (("dq", d_q), ("dk", d_k), ("dv", d_v))),
+        g.tensor_like(freqs(), name="freqs"),
+        split=case.split,
+        by_groups=case.by_groups,
+        q_output_scale=0.3,
+        k_output_scale=1.7,
+    )
+    made.set_stride(case.qkv.stride()).set_output(True).set_name("dqkv")
+    pack = run(g, {"dq": d_q, "dk": d_k, "dv": d_v, "freqs": freqs()})
+    leaf = case.qkv.clone().requires_grad_()
+    q, k, v = case.parts(leaf)
+    turn = freqs()[:, 0, 0, : D // 2].double()
+    outputs = (0.3 * oracle.rope(q, turn), 1.7 * oracle.rope(k, turn), v)
+    (wanted,) = torch.autograd.grad(outputs, leaf, (d_q, d_k, d_v))
+    torch.testing.assert_close(pack["dqkv"], wanted, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_that_is_missing_is_zero() -> None:
+    case = layout("heads")
+    g = rg.pygraph(io_data_type=F64)
+    q, _, _ = g.qkv_rope(
+        g.tensor_like(case.qkv, name="qkv"), g.tensor_like(freqs(), name="freqs"), split=case.split
+    )
+    q.set_output(True).set_name("q")
+    back = g.backward_graph(["q"], ["qkv"])
+    d_q = torch.randn(B, S, 6, D, dtype=F64).transpose(1, 2)
+    grads = run(back, {"dq": d_q, "freqs": freqs()})
+    assert torch.equal(grads["dqkv"][:, :, 6:], torch.zeros(B, S, 4, D, dtype=F64))
+    assert grads["dqkv"][:, :, :6].abs().min() > 0
+
+
+def test_a_packed_tensor_made_by_the_graph_itself() -> None:
+    """Its parts lie in the arena."""
+    case = layout("heads")
+    g = rg.pygraph(io_data_type=F64)
+    qkv = g.scale(g.tensor_like(case.qkv, name="x"), 2.0)
+    q, k, v = g.qkv_rope(qkv, g.tensor_like(freqs(), name="freqs"), split=case.split)
+    o, _ = g.sdpa(q, k, v, 0.4, use_causal_mask=True)
+    o.set_output(True).set_name("o")
+    pack = run(g, {"x": case.qkv, "freqs": freqs()})
+    torch.testing.assert_close(pack["o"], exact(case, 2 * case.qkv), rtol=0, atol=1e-12)
+
+
+def test_a_serialized_graph_is_the_same_graph() -> None:
+    case = layout("heads")
+    g = attention(case, in_place=True)
+    again = rg.pygraph().deserialize(g.serialize())
+    assert again.key == g.key
+    qkv = case.qkv.clone()
+    pack = run(again, {"qkv": qkv, "freqs": freqs()})
+    torch.testing.assert_close(pack["o"], exact(case, case.qkv), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dim", "split", "by_groups", "message"),
+    [
+        ((2, 5, 10, 8), (6, 2, 3), None, r"split=\[6, 2, 3\] of the 10 heads"),
+        ((2, 5, 10, 8), (6, 2), None, "three numbers"),
+        ((2, 5, 2, 40), (24, 8, 8), False, r"split=\[24, 8, 8\] of the 2 heads"),
+        ((2, 5, 2, 40), (24, 6, 10), None, "one of k and one of v"),
+        ((2, 5, 40, 40), (24, 8, 8), None, "by_groups=True or False"),
+        ((2, 5, 80), (6, 2, 2), None, "has 3 dims"),
+    ],
+)
+def test_what_does_not_fit(dim: Any, split: Any, by_groups: Any, message: str) -> None:
+    g = rg.pygraph(io_data_type=F64)
+    x, t = g.tensor(dim, name="qkv"), g.tensor((5, 1, 1, 8), data_type="float32")
+    with pytest.raises(rg.GraphError, match=message):
+        g.qkv_rope(x, t, split=split, by_groups=by_groups)
+    assert not g.recorder.nodes
