@@ -292,7 +292,9 @@ class _Derivation:
         if split is None:
             return tensor
         part = tensor.spec.in_place_of or tensor
-        is_overwritten = any(t.spec.in_place_of is part for n in self.nodes for t in n.outputs.values())
+        is_overwritten = any(
+            t.spec.in_place_of is part for n in self.nodes for t in n.outputs.values()
+        )
         if is_overwritten and tensor is part:
             raise GraphError(
                 f"backward_graph: {tensor.get_name()!r} is needed and was rotated in place; "

@@ -15,9 +15,7 @@ from ropegraph.ir.packed import PARTS, View, view_of
 Values = dict[str, Value]
 
 
-def settle(
-    values: Values, nodes: Sequence[RecordedNode], names: Mapping[Tensor, str]
-) -> Values:
+def settle(values: Values, nodes: Sequence[RecordedNode], names: Mapping[Tensor, str]) -> Values:
     """The values, those that need no memory of their own placed within the one they are part of.
 
     What the caller binds has memory of its own, so it is copied to there or from there.
@@ -56,9 +54,7 @@ def _is_free(tensor: Tensor, value: Value) -> bool:
 
 def _put(values: Values, name: str, whole: Value, view: View) -> None:
     root, start = whole.within or whole.name, whole.start + view.start
-    values[name] = replace(
-        values[name], dim=view.dim, stride=view.stride, within=root, start=start
-    )
+    values[name] = replace(values[name], dim=view.dim, stride=view.stride, within=root, start=start)
 
 
 def _in_place(

@@ -11,8 +11,8 @@ from ropegraph.api.backward import derive
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
-from ropegraph.api.recording import Recorder
 from ropegraph.api.qkv_ops import QkvOps
+from ropegraph.api.recording import Recorder
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.tensor import Tensor
 from ropegraph.compile import device_of, engine_names

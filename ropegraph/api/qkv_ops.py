@@ -56,7 +56,7 @@ class QkvOps(RopeOps):
         made["v"].set_name(f"{name}::V")
         dim, stride = tuple(packed.get_dim()), tuple(packed.get_stride())
         for part, tensor in made.items():
-            tensor.set_stride(view_of(attrs, part, dim, stride).stride)  # pyright: ignore[reportArgumentType]
+            tensor.set_stride(view_of(attrs, part, dim, stride).stride)
         turned: list[Tensor] = []
         for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
             x = made[part]
@@ -143,13 +143,16 @@ def _attrs(where: str, given: Iterable[int], by_groups: bool | None, dim: list[i
 def _joined(
     where: str, given: Iterable[int], by_groups: bool | None, dims: dict[str, list[int]]
 ) -> JoinQkv:
-    """The attributes of a join of gradients of these dims."""
-    b, h_q, s, d = dims["q"] if len(dims["q"]) == 4 else [0, 0, 0, 0]
-    heads = [dims[part][1] for part in PARTS if len(dims[part]) == 4]
+    """The attributes of a join of gradients of these dims, each [b, h, s, d]."""
+    for part, dim in dims.items():
+        if len(dim) != 4:
+            raise GraphError(f"{where}: d{part.upper()} is {dim}; use [b, h, s, d]")
+    b, h_q, s, d = dims["q"]
+    heads = [dims[part][1] for part in PARTS]
     plain = [b, s, sum(heads), d]
-    groups = [b, s, heads[1] if len(heads) == 3 else 0, d * (h_q // max(heads[1:2] + [1]) + 2)]
-    split = list(as_list(given, f"{where}: split"))
+    groups = [b, s, heads[1], d * (h_q // max(heads[1], 1) + 2)]
     if by_groups is None:
-        by_groups = split != heads
-    attrs = _attrs(where, split, by_groups, groups if by_groups else plain)
-    return JoinQkv(attrs.split, attrs.by_groups, tuple(groups if by_groups else plain))
+        by_groups = list(as_list(given, f"{where}: split")) != heads
+    whole = groups if by_groups else plain
+    attrs = _attrs(where, given, by_groups, whole)
+    return JoinQkv(attrs.split, attrs.by_groups, tuple(whole))

@@ -50,7 +50,7 @@ class RopeOps:
         D - r if left out (cuDNN's tail; TransformerEngine and Hugging Face use 0).
         interleaved: pairs (2i, 2i+1) instead of (i, i + r/2); interleaved_output: as input.
         attention_factor: multiplies the rotated channels alone.  inverse: rotate by -freqs.
-        head_groups: input is [b, head_groups, h / head_groups, s, D], as the Q of qkv_rope by groups.
+        head_groups: input is [b, head_groups, h / head_groups, s, D]: heads in two levels.
         half_width: freqs has r/2 columns.  table_layout: which columns of a full-width table hold
         the angles: "first_half" (cuDNN), "pairs" (t0 t0 t1 t1) or "full" (a column per channel).
         Returns [b, h, s, D] in the dtype of input unless set, computed in fp32 (fp64 for fp64

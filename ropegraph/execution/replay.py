@@ -5,11 +5,12 @@ The first call with a set of buffers launches directly, the second captures, lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ropegraph.execution.signature import Signature, addresses_of, form_check
 
@@ -29,11 +30,17 @@ class Latest:
     """The shortest way from a caller's pack to its capture: keys and buffers as they were last."""
 
     def __init__(
-        self, pack: Mapping[Any, Any], replays: Replays, graph: Any, before: Latest | None
+        self,
+        pack: Mapping[Any, Any],
+        written: Collection[int],
+        replays: Replays,
+        graph: Any,
+        before: Latest | None,
     ) -> None:
         buffers = tuple(pack.values())
         self.keys = tuple(pack)
         self.addresses = addresses_of(buffers)
+        self.written = [i for i, address in enumerate(self.addresses) if address in written]
         # Packs that take turns mostly have one form: a check of it takes as long as a launch.
         is_alike = before is not None and before.has_form(*buffers)
         self.has_form = before.has_form if before and is_alike else form_check(buffers)
@@ -42,26 +49,35 @@ class Latest:
         self.stream, self.index = replays.stream, replays.device.index or 0
         self.launch = replays.launch
 
-    def is_for(self, pack: Mapping[Any, Any]) -> bool:
-        """True for the same pack on the same stream, if nobody captures meanwhile."""
+    def __call__(self, pack: Mapping[Any, Any]) -> bool:
+        """Launch for the same pack on the same stream, if nobody captures meanwhile; else False."""
         buffers = tuple(pack.values())
         try:
-            return (
-                tuple(pack) == self.keys
-                and addresses_of(buffers) == self.addresses
-                and self.has_form(*buffers)
-                and current_stream(self.index) == self.stream
-                and not torch.cuda.is_current_stream_capturing()
-            )
+            if (
+                tuple(pack) != self.keys
+                or addresses_of(buffers) != self.addresses
+                or not self.has_form(*buffers)
+                or current_stream(self.index) != self.stream
+                or torch.cuda.is_current_stream_capturing()
+            ):
+                return False
         except (RuntimeError, TypeError):
             return False  # not a pack of plain tensors: the checks of bind say what it is
+        self.launch(self.graph.graphExec, self.stream)
+        increment_version([buffers[i] for i in self.written])
+        return True
 
 
 class Replays:
-    """The captures of one plan for one thread and one stream, the latest used first."""
+    """The captures of one plan for one thread and one stream, the latest used first.
 
-    def __init__(self, run: Run, device: torch.device, stream: int) -> None:
-        self.run, self.device, self.stream = run, device, stream
+    written: which of the addresses in a signature are those of buffers that change.
+    """
+
+    def __init__(
+        self, run: Run, device: torch.device, stream: int, written: Collection[int]
+    ) -> None:
+        self.run, self.device, self.stream, self.written = run, device, stream, written
         self.known: list[tuple[Signature, Any]] = []
         self.launch: Any = None
 
@@ -84,10 +100,11 @@ class Replays:
 
     def latest(self, pack: Mapping[Any, Any], before: Latest | None) -> Latest | None:
         """The capture that was used last, under the keys of the pack it was used for."""
-        graph = self.known[0][1] if self.known else None
+        signature, graph = self.known[0] if self.known else (None, None)
         if graph is None or not all(type(x) is torch.Tensor for x in pack.values()):
             return None
-        return Latest(pack, self, graph, before)
+        addresses = cast(Signature, signature).addresses
+        return Latest(pack, {addresses[i] for i in self.written}, self, graph, before)
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""

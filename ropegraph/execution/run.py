@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ropegraph.errors import GraphError
 from ropegraph.execution.bind import Binder
@@ -42,6 +43,8 @@ class Runnable:
         self.workspace_bytes = plan.workspace_bytes + scratch
         self.binder = Binder(plan, _aligned(plan, executables))
         self.device = torch.device(plan.device.type, plan.device.index)
+        written = {*plan.graph.outputs, *plan.graph.rewritten}
+        self._written = [i for i, (n, _) in enumerate(self.binder.required) if n in written]
         self._on_cuda = plan.device.type == "cuda"
         values, slots = plan.graph.values, plan.slots
         parts = [(slots[n], slots[v.within], v) for n, v in values.items() if v.within is not None]
@@ -81,6 +84,9 @@ class Runnable:
             self.replays(stream)(env, signature)
         else:
             self._run(env, stream)
+        if not self._calls_torch:
+            # So that autograd refuses what was saved before: torch sees no launch by address.
+            increment_version([env[self.binder.required[i][1]] for i in self._written])
 
     @property
     def current_stream(self) -> int:
@@ -98,22 +104,19 @@ class Runnable:
         """This thread's captured launches for a stream."""
         by_stream = self._local.replays
         if stream not in by_stream:
-            by_stream[stream] = Replays(self._launch, self.device, stream)
+            by_stream[stream] = Replays(self._launch, self.device, stream, self._written)
         return by_stream[stream]
 
     def replay(self, pack: Mapping[Any, Any]) -> bool:
         """Launch what was captured for this very pack of keys and buffers; False if nothing was."""
         latest = self._local.latest
-        if latest is None or not latest.is_for(pack):
-            return False
-        latest.launch(latest.graph.graphExec, latest.stream)
-        return True
+        return latest is not None and latest(pack)
 
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
         """Let replay() find what was last captured by the caller's keys.  stream: as given."""
         if self._may_capture and stream is None:
-            local = self._local
-            local.latest = self.replays(self.current_stream).latest(pack, local.latest)
+            local, replays = self._local, self.replays(self.current_stream)
+            local.latest = replays.latest(pack, local.latest)
 
     def _run(self, env: list[Any], stream: int) -> None:
         if not self._calls_torch:
@@ -135,13 +138,13 @@ class Runnable:
                 executable(env, stream)
                 done += 1
         except (GraphError, RuntimeError) as error:
-            written = self._written(done)
+            written = self._names_written(done)
             if written:
                 kind = type(error) if isinstance(error, GraphError) else RuntimeError
                 raise kind(f"{error}; already written: {', '.join(written)}") from error
             raise
 
-    def _written(self, steps: int) -> list[str]:
+    def _names_written(self, steps: int) -> list[str]:
         graph = self.plan.graph
         values = (v for step in self.plan.steps[:steps] for v in step.node.outputs.values())
         wholes = dict.fromkeys(map(graph.place, values))

@@ -82,8 +82,8 @@ def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor])
                 )
         elif not disjoint(mine, theirs):
             raise GraphError(
-                f"the buffer of {_role(graph, output)} {output!r} (written by {pair.node!r}) shares "
-                f"memory with that of {name!r}; use separate buffers"
+                f"the buffer of {_role(graph, output)} {output!r} (written by {pair.node!r}) "
+                f"shares memory with that of {name!r}; use separate buffers"
             )
 
 

@@ -181,8 +181,12 @@ class Graph:
     @cached_property
     def rewritten(self) -> frozenset[str]:
         """Inputs of the graph that a node writes into: their buffers change."""
-        written = (self.place(v) for node in self.nodes for v in node.outputs.values()
-                   if self.launches(node))
+        written = (
+            self.place(v)
+            for node in self.nodes
+            for v in node.outputs.values()
+            if self.launches(node)
+        )
         return frozenset(v for v in written if self.producer(v) is None)
 
     def is_seen(self, value: str) -> bool:

@@ -199,7 +199,18 @@ class JoinQkv:
     dim: tuple[int, ...] = ()
 
 
-Op = Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum | SplitQkv | JoinQkv
+Op = (
+    Rope
+    | RopeBackward
+    | RopeFreqsGrad
+    | RopePair
+    | Sdpa
+    | SdpaBackward
+    | Scale
+    | Sum
+    | SplitQkv
+    | JoinQkv
+)
 
 NAMES: dict[type[Op], str] = {
     Rope: "rope",

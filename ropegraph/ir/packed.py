@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import JoinQkv, SplitQkv
 
 Dim = tuple[int, ...]
 Packed = SplitQkv | JoinQkv
-Part = Literal["q", "k", "v"]
-PARTS: tuple[Part, ...] = ("q", "k", "v")
+PARTS = ("q", "k", "v")
 
 
 class View(NamedTuple):
@@ -22,7 +21,7 @@ class View(NamedTuple):
     stride: tuple[int, ...]
 
 
-def parts_of(where: str, attrs: Packed, packed: Sequence[int]) -> dict[Part, Dim]:
+def parts_of(where: str, attrs: Packed, packed: Sequence[int]) -> dict[str, Dim]:
     """The dims of q, k and v, each [b, h, s, d].  packed: the dims of qkv.
 
     q by groups is [b, groups, h_q / groups, s, d] where no strides could merge its heads.
@@ -62,7 +61,7 @@ def packed_dim(where: str, attrs: JoinQkv, dims: Mapping[str, Dim]) -> Dim:
     return attrs.dim
 
 
-def view_of(attrs: Packed, part: Part, dim: Dim, stride: Dim) -> View:
+def view_of(attrs: Packed, part: str, dim: Dim, stride: Dim) -> View:
     """Where a part lies in a packed tensor of these dims and strides."""
     s_b, s_s, s_h, s_d = stride
     found = parts_of("", attrs, dim)[part]

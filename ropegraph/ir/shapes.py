@@ -45,7 +45,9 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return {"dX": written_dim(where, attrs, "dY", dims["dY"])}
         case RopeFreqsGrad():
             check_rotation(where, attrs, "input", dims)
-            _same(where, "dY", dims["dY"], "output", written_dim(where, attrs, "input", dims["input"]))
+            _same(
+                where, "dY", dims["dY"], "output", written_dim(where, attrs, "input", dims["input"])
+            )
             return {"dfreqs": dims["freqs"]}
         case RopePair(parts):
             outputs: dict[str, Dim] = {}
@@ -75,7 +77,7 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
                 _same(where, port, dim, "0", first)
             return {"output": first}
         case SplitQkv():
-            return {str(part): dim for part, dim in parts_of(where, attrs, dims["qkv"]).items()}
+            return parts_of(where, attrs, dims["qkv"])
         case JoinQkv():
             return {"qkv": packed_dim(where, attrs, dims)}
 

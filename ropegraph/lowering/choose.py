@@ -55,7 +55,7 @@ def choose(
     allowed: Sequence[str],
     refused: Refused,
 ) -> tuple[Step, ...]:
-    """One step per node that launches something, each with the first allowed engine that can run it.
+    """One step per node that launches something, with the first allowed engine that can run it.
 
     Raises UnsupportedError listing every broken rule of every engine.
     """

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ropegraph.dtypes import DType
 from ropegraph.ir.contract import FoldContract, FoldEntry
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import Rope, RopeFreqsGrad, RopePair, Sdpa
+from ropegraph.ir.ops import JoinQkv, Rope, RopeFreqsGrad, RopePair, Sdpa, SplitQkv
 from ropegraph.ir.score_mod import Instruction, Port, Ref, ScoreProgram
 from tests.ir.build import Build
 
@@ -89,6 +89,12 @@ def zoo() -> Graph:
         {"input": "k", "dY": "dk_rot", "freqs": "freqs"},
         {"dfreqs": "dfreqs"},
     )
-    g = b.graph("o", "dq", "dv", "dfreqs", saved=["q_rot", "stats"], name="zoo")
+    b.tensor("qkv", 2, 5, 10, 4)
+    b.node("split", SplitQkv((6, 2, 2)), {"qkv": "qkv"}, {"v": "v_part"})
+    b.scale("use", "v_part", "v_twice", 2.0)
+    b.node("join", JoinQkv((6, 2, 2), dim=(2, 5, 10, 4)), {"v": "v_twice"}, {"qkv": "dqkv"})
+    g = b.graph("o", "dqkv", "dq", "dv", "dfreqs", saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
+    part = replace(values["v_part"], stride=(200, 4, 40, 1), within="qkv", start=32)
+    values["v_part"] = part
     return replace(g, values=values)

@@ -23,7 +23,8 @@ class RunPacked:
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         step, whole = self.step, env[self.step.slot("qkv")]
         axis = 3 if self.attrs.by_groups else 2
-        for port, part in zip("qkv", whole.split(self.attrs.split, axis), strict=True):
+        parts = torch.split(whole, list(self.attrs.split), axis)
+        for port, part in zip("qkv", parts, strict=True):
             if not step.has(port):
                 if isinstance(self.attrs, JoinQkv):
                     part.zero_()
@@ -40,8 +41,9 @@ def _as_part(part: Tensor, attrs: SplitQkv | JoinQkv, shape: torch.Size) -> Tens
     """[b, s, h, d], or [b, s, groups, n d], as [b, h, s, d] or [b, groups, n, s, d]."""
     if not attrs.by_groups:
         return part.transpose(1, 2)
-    heads = part.unflatten(3, (-1, attrs.split[1])).permute(0, 2, 3, 1, 4)
-    return heads.reshape(shape)
+    b, s, groups, width = part.shape
+    d = attrs.split[1]
+    return part.reshape(b, s, groups, width // d, d).permute(0, 2, 3, 1, 4).reshape(shape)
 
 
 def _as_packed(own: Tensor, by_groups: bool, shape: torch.Size) -> Tensor:
