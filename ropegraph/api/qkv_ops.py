@@ -43,7 +43,7 @@ class QkvOps(RopeOps):
         by_groups: which of the two; found from ``split`` if left out, where only one fits.
         freqs and rope: as for rope(); k_freqs, k_cos, k_sin, k_cos_sin, k_inv_freq: the table of K,
         where it differs from that of Q.
-        V is a view of qkv: it is never copied, unless set_output(True) gives it a buffer of its own.
+        V is a view of qkv, never copied, unless set_output(True) gives it a buffer of its own.
         in_place: Q and K are written over qkv, whose buffer then holds the rotated heads.
         Raises GraphError if split does not fit, or as rope() does.
         """
