@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
 from ropegraph.ir.contract import Fold, FoldContract
-from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair
+from ropegraph.ir.ops import POSITION_PORTS, Op, Rope, RopeBackward, RopePair
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
@@ -176,6 +176,11 @@ def last_reads(graph: Graph) -> dict[str, int]:
                 found[offsets] = i
         found |= dict.fromkeys(node.inputs.values(), i)
     return found
+
+
+def position_ports(node: Node[Any]) -> tuple[str, ...]:
+    """The ports of a rotation that say which positions its rows have, where it uses any."""
+    return tuple(port for port in POSITION_PORTS if port in node.inputs)
 
 
 def rotated_by(node: Node[Any], output: str) -> str | None:

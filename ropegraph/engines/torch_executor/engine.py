@@ -12,7 +12,6 @@ from ropegraph.ir.ops import (
     RopeBackward,
     RopeFreqsGrad,
     RopePair,
-    Rotation,
     Scale,
     Sdpa,
     SdpaBackward,
@@ -36,11 +35,8 @@ class TorchExecutor:
         """Every broken rule, none if it can."""
         attrs = step.node.attrs
         parts = attrs.parts if isinstance(attrs, RopePair) else (attrs,)
-        return tuple(
-            f"angles={part.angles!r} and numerics={part.numerics!r} are not served yet"
-            for part in parts
-            if isinstance(part, Rotation) and (part.angles != "freqs" or part.numerics != "fp32")
-        )
+        modes = {getattr(part, "numerics", "fp32") for part in parts} - {"fp32"}
+        return tuple(f"numerics={mode!r} is not served yet" for mode in sorted(modes))
 
     def compile(self, step: Step, device: Device) -> Executable:
         match step.node.attrs:
