@@ -17,6 +17,7 @@ from ropegraph.engines.torch_executor.angles import Tables, compute_dtype, cos_s
 from ropegraph.engines.torch_executor.freqs_grad import FreqsGradStep
 from ropegraph.engines.torch_executor.pairs import split_pairs
 from ropegraph.engines.torch_executor.positions import Positions, Rows
+from ropegraph.engines.torch_executor.rounding import hugging_face, nemo
 from ropegraph.engines.torch_executor.sequences import lengths_of, read_starts, views
 from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, RopePair
@@ -24,6 +25,7 @@ from ropegraph.lowering.engine import Executable, Step
 
 # The [h, n, d] views of one ragged tensor that are read, with those that are written.
 Sequences = list[tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]  # the first and the second channels of all pairs
 
 
 class Rotator:
@@ -36,6 +38,7 @@ class Rotator:
         if self.adjoint:
             self.reads, self.writes = self.writes, self.reads
         self.factor = attrs.output_scale * attrs.attention_factor
+        self.negated = self.adjoint != attrs.inverse  # rotates by -t
 
     def __call__(self, x: Tensor, out: Tensor, tables: Tables) -> None:
         """Write the rotated x to ``out``; ``tables`` are unscaled and as long as x."""
@@ -44,16 +47,37 @@ class Rotator:
             x = x.clone()  # in place: every product reads what the first one would overwrite
         x1, x2 = split_pairs(x, attrs, self.reads)
         out1, out2 = split_pairs(out, attrs, self.writes)
-        cos1, sin1, cos2, sin2 = scaled(tables, self.factor)
-        if self.adjoint:
-            sin1, sin2 = sin2, sin1
-        sign = -1.0 if self.adjoint == attrs.inverse else 1.0
-        _rotate(x1, x2, cos1, sin1, sign, out1)
-        _rotate(x2, x1, cos2, sin2, -sign, out2)
+        if attrs.numerics == "fp32":
+            self._turn((x1, x2), (out1, out2), scaled(tables, self.factor))
+        else:
+            self._turn_exactly((x1, x2), (out1, out2), tables)
         end = attrs.rope_offset + attrs.rope_dim
         for part in (slice(0, attrs.rope_offset), slice(end, x.shape[-1])):
             if part.start < part.stop:
-                _pass(x[..., part], out[..., part], attrs.output_scale, cos1.dtype)
+                _pass(x[..., part], out[..., part], attrs.output_scale, tables[0].dtype)
+
+    def _turn(self, x: Pair, out: Pair, tables: Tables) -> None:
+        cos1, sin1, cos2, sin2 = tables
+        if self.adjoint:
+            sin1, sin2 = sin2, sin1
+        sign = 1.0 if self.negated else -1.0
+        _rotate(x[0], x[1], cos1, sin1, sign, out[0])
+        _rotate(x[1], x[0], cos2, sin2, -sign, out[1])
+
+    def _turn_exactly(self, x: Pair, out: Pair, tables: Tables) -> None:
+        """With the roundings of attrs.numerics; x and out do not overlap."""
+        cos1, sin1, cos2, sin2 = tables
+        if self.adjoint:
+            sin1, sin2 = sin2, sin1
+        if self.negated:
+            sin1, sin2 = -sin1, -sin2
+        tables = cos1, sin1, cos2, sin2
+        if self.attrs.numerics == "nemo":
+            results = nemo(*x, tables)
+        else:
+            results = hugging_face(*x, tables, self.attrs.attention_factor)
+        for target, result in zip(out, results, strict=True):
+            target.copy_(result)
 
 
 def _rotate(x: Tensor, other: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
