@@ -168,21 +168,16 @@ class _Derivation:
                 )
 
     def _rope(self, node: RecordedNode, attrs: Rope) -> None:
+        self._refuse_gradients(node)
         grad = self._gradient(node.outputs["output"])
-        freqs = self._copy(node.inputs["freqs"])
+        ports = {p: self._copy(t) for p, t in node.inputs.items() if p != "input"}
         name = f"{node.name}_backward"
         if node.inputs["input"] in self.wanted:
-            made = self._record(
-                RopeBackward(**shared(attrs)), name, {"dY": grad, "freqs": freqs}, "dX"
-            )
+            made = self._record(RopeBackward(**shared(attrs)), name, {"dY": grad} | ports, "dX")
             self._add(node.inputs["input"], made["dX"])
-        if node.inputs["freqs"] in self.wanted:
-            if node.inputs["input"].get_ragged_offset() is not None:
-                raise GraphError(
-                    f"backward_graph: rope {node.name!r}: freqs has no gradient for a ragged input"
-                )
+        if node.inputs.get("freqs") in self.wanted:
             x = self._copy(node.inputs["input"])
-            ports = {"input": x, "dY": grad, "freqs": freqs}
+            ports = {"input": x, "dY": grad} | ports
             made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
 
@@ -196,6 +191,20 @@ class _Derivation:
         joined = JoinQkv(attrs.split, attrs.by_groups, tuple(whole.get_dim()))
         made = self._record(joined, f"{node.name}_backward", grads, "qkv")
         self._add(whole, made["qkv"])
+
+    def _refuse_gradients(self, node: RecordedNode) -> None:
+        """Of what a rotation reads, the data and freqs have a gradient."""
+        for port, tensor in node.inputs.items():
+            if tensor in self.wanted and port not in ("input", "freqs"):
+                raise GraphError(
+                    f"backward_graph: rope {node.name!r}: {port} {tensor.get_name()!r} has no "
+                    "gradient; of what carries angles and positions only freqs has one"
+                )
+        is_ragged = node.inputs["input"].get_ragged_offset() is not None
+        if is_ragged and node.inputs.get("freqs") in self.wanted:
+            raise GraphError(
+                f"backward_graph: rope {node.name!r}: freqs has no gradient for a ragged input"
+            )
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
         for port, tensor in node.inputs.items():
@@ -335,6 +344,6 @@ def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:
     if isinstance(node.attrs, Sdpa):
         return [*node.inputs.values(), *node.outputs.values()]
     if isinstance(node.attrs, Rope):
-        freqs = node.inputs["freqs"]
-        return [freqs, node.inputs["input"]] if freqs in wanted else [freqs]
+        tables = [t for port, t in node.inputs.items() if port != "input"]
+        return [*tables, node.inputs["input"]] if node.inputs.get("freqs") in wanted else tables
     return []

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ropegraph.api.placing import settle
+from ropegraph.api.ragged import check_offsets, check_ragged
 from ropegraph.api.recording import RecordedNode, Recorder
 from ropegraph.api.tensor import Tensor, settled_strides
-from ropegraph.dtypes import INDEX, DType, wider
+from ropegraph.dtypes import DType, wider
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import Attention, Op, Rotation, Scale, Sum, op_name
+from ropegraph.ir.ops import Attention, Op, Rotation, op_name
 from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
 
 # The largest number fp32 holds.
 _FLOAT_MAX = (2.0 - 2.0**-23) * 2.0**127
-_RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 
 
 def freeze(
@@ -114,11 +114,11 @@ def _dtypes(recorder: Recorder) -> dict[Tensor, DType]:
         for port, tensor in node.outputs.items():
             types.setdefault(tensor, output_dtype(node.attrs, port, found))
             _check_output(node, port, tensor, types[tensor])
-        _check_ragged(node)
+        check_ragged(node)
     for tensor in recorder.tensors:
         offset = tensor.get_ragged_offset()
         if offset is not None:
-            _check_offsets(tensor, offset, types.setdefault(offset, DType.INT32))
+            check_offsets(tensor, offset, types.setdefault(offset, DType.INT32))
     return types
 
 
@@ -130,54 +130,4 @@ def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -
         raise GraphError(
             f"{where} has strides {tensor.get_stride()}, by which elements of its dim "
             f"{tensor.get_dim()} overlap; an output needs a place for each"
-        )
-
-
-def _check_ragged(node: RecordedNode) -> None:
-    """Only data is ragged: a table, a mask or a length that were would be read as if it was not."""
-    for port, tensor in node.inputs.items():
-        is_data = port in _RAGGED_PORTS or isinstance(node.attrs, (Scale, Sum))
-        if tensor.get_ragged_offset() is not None and not is_data:
-            raise GraphError(
-                f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
-                f"ragged_offset; only {', '.join(_RAGGED_PORTS)} may be ragged"
-            )
-    if not isinstance(node.attrs, Attention):
-        _check_same_offset(node)
-
-
-def _check_same_offset(node: RecordedNode) -> None:
-    """What turns or scales a ragged tensor leaves each sequence where it is."""
-    port, first = next(iter(node.inputs.items()))
-    others = (*node.inputs.items(), *node.outputs.items())
-    for other, tensor in others:
-        is_data = other not in ("freqs", "dfreqs")
-        if is_data and _place(tensor) != _place(first):
-            raise GraphError(
-                f"{op_name(node.attrs)} {node.name!r}: {other} {tensor.get_name()!r} has not the "
-                f"ragged_offset (and multiplier) of {port} {first.get_name()!r}; both must be "
-                "ragged by the same tensor, or dense"
-            )
-
-
-def _place(tensor: Tensor) -> tuple[Tensor | None, int]:
-    offset = tensor.get_ragged_offset()
-    return offset, 1 if offset is None else tensor.get_ragged_offset_multiplier()
-
-
-def _check_offsets(tensor: Tensor, offset: Tensor, dtype: DType) -> None:
-    if len(tensor.get_dim()) != 4:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: a ragged tensor is [b, h, s, d], not {tensor.get_dim()}"
-        )
-    wanted = [tensor.get_dim()[0] + 1, 1, 1, 1]
-    if offset.get_dim() != wanted:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{offset.get_dim()}; use {wanted}, one offset a sequence and the end"
-        )
-    if dtype not in INDEX:
-        raise GraphError(
-            f"tensor {tensor.get_name()!r}: ragged_offset {offset.get_name()!r} is "
-            f"{dtype!r}; use int32 or int64"
         )

@@ -36,27 +36,49 @@ class RopeOps:
         table_layout: str | None = None,
         angle_precision: str = "float32",
         numerics: str = "fp32",
+        cos: Any = None,
+        sin: Any = None,
+        cos_sin: Any = None,
+        inv_freq: Any = None,
+        position_ids: Any = None,
+        start_positions: Any = None,
+        cu_seqlens: Any = None,
         cp_size: int = 1,
         cp_rank: int = 0,
         head_groups: int = 0,
-        **sources: Any,
+        **fe_arguments: Any,
     ) -> Tensor:
-        """Rotate channel pairs of ``input`` by ``freqs``, then multiply every row by output_scale.
+        """Rotate channel pairs of ``input`` by its positions, then scale every row by output_scale.
 
         input: [b, h, s, D], fp16, bf16, fp32 or fp64; ragged if it has a ragged_offset, positions
-        then restart in each sequence.  freqs: [s_max, 1 or b, 1, rope_dim] radians, fp32; row i
-        belongs to position i.
+        then restart in each sequence.
         rope_dim: width r of the rotated segment, even; 0 is D.  rope_offset: its first channel,
         D - r if left out (cuDNN's tail; TransformerEngine and Hugging Face use 0).
         interleaved: pairs (2i, 2i+1) instead of (i, i + r/2); interleaved_output: as input.
-        attention_factor: multiplies the rotated channels alone.  inverse: rotate by -freqs.
+        attention_factor: multiplies the rotated channels alone.  inverse: rotate by -t.
         head_groups: input is [b, head_groups, h / head_groups, s, D]: heads in two levels.
-        half_width: freqs has r/2 columns.  table_layout: which columns of a full-width table hold
-        the angles: "first_half" (cuDNN), "pairs" (t0 t0 t1 t1) or "full" (a column per channel).
+
+        Angles, from exactly one source. Row i of a table belongs to position i:
+        freqs: [s_max, 1 or b, 1, r] radians, fp32.  cos and sin: tables of that shape, fp32, bf16
+        or fp16.  cos_sin: both side by side on the last axis.  inv_freq: [r/2] radians a position.
+        half_width: tables have r/2 columns (of each kind).  table_layout: which columns of a
+        full-width table hold the angles: "first_half" (cuDNN), "pairs" (t0 t0 t1 t1) or "full" (a
+        column per channel).  angle_precision: with inv_freq, "float32" rounds position * inv_freq
+        to fp32, "exact" is within 1 ulp of fp32 sine and cosine up to position 2^24.
+
+        Positions, int32 or int64; without any of these row s has position s:
+        position_ids: [b or 1, s].  start_positions: [b], the position of row 0, or one for each
+        sequence.  cu_seqlens: [n + 1], n sequences packed along s of [1, h, t, D]; positions
+        restart in each, and rows of no sequence become 0.  cp_size, cp_rank: this rank holds chunks
+        cp_rank and 2 cp_size - 1 - cp_rank of each sequence.
+
+        numerics: "fp32"; "nemo" (one fma in fp32 a channel) or "hf" (every product rounded to the
+        type of input) with cosines and sines, bit for bit as those libraries.
         Returns [b, h, s, D] in the dtype of input unless set, computed in fp32 (fp64 for fp64
         input), rounded once.
-        Raises GraphError if r is odd or wider than D, or the table is too narrow or too short.
-        Source: arXiv:2104.09864, eq. 34.
+        Raises GraphError if r is odd or wider than D, if a table is too narrow or too short, or if
+        two arguments say the same thing; PositionError, at execute on a CPU, for positions outside
+        of a table and lengths that do not fit.  Source: arXiv:2104.09864, eq. 34.
         """
         options = dict(locals())
         return self._rotate(Rope, "rope", "input", options)
@@ -79,12 +101,19 @@ class RopeOps:
         table_layout: str | None = None,
         angle_precision: str = "float32",
         numerics: str = "fp32",
+        cos: Any = None,
+        sin: Any = None,
+        cos_sin: Any = None,
+        inv_freq: Any = None,
+        position_ids: Any = None,
+        start_positions: Any = None,
+        cu_seqlens: Any = None,
         cp_size: int = 1,
         cp_rank: int = 0,
         head_groups: int = 0,
-        **sources: Any,
+        **fe_arguments: Any,
     ) -> Tensor:
-        """The exact adjoint of ``rope`` with the same attributes: dX from dY, same shapes."""
+        """The exact adjoint of ``rope`` with the same arguments: dX from dY, same shapes."""
         options = dict(locals())
         return self._rotate(RopeBackward, "rope_backward", "dY", options)
 
@@ -92,15 +121,14 @@ class RopeOps:
         self, kind: type[Rope] | type[RopeBackward], word: str, port: str, options: dict[str, Any]
     ) -> Tensor:
         options.pop("self")
-        options |= options.pop("sources")
         name = self.recorder.node_name(kind, options.pop("name"))
         where = f"{word} {name!r}"
         data = self.recorder.adopt(options.pop(port), f"{where}: {port}")
         dim = data.get_dim()
-        attrs = rotation(kind, where, dim[-1] if dim else 0, **options)
-        table = self.recorder.adopt(options["freqs"], f"{where}: freqs")
+        attrs, tensors = rotation(kind, where, dim[-1] if dim else 0, **options)
+        ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in tensors.items()}
         out_port = "output" if kind is Rope else "dX"
-        made = self.recorder.record(attrs, name, {port: data, "freqs": table}, (out_port,))
+        made = self.recorder.record(attrs, name, {port: data} | ports, (out_port,))
         return shaped_like(made[out_port], data)
 
     def scale(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropegraph.api.angle_source import (
+    TENSOR_KEYWORDS,
+    angle_source,
+    bit_exact,
+    check_positions,
+    context_parallel,
+    precision,
+)
 from ropegraph.api.checks import as_choice, as_count, as_flag, as_number, refuse_unknown
 from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Rope, RopeBackward, TableLayout
+from ropegraph.ir.ops import ANGLE_PORTS, POSITION_PORTS, Rope, RopeBackward, TableLayout
 
 LAYOUTS: tuple[TableLayout, ...] = ("first_half", "pairs", "full")
-# Sources of the contract that this version does not serve.
-ANGLES = ("cos", "sin", "cos_sin", "inv_freq")
-POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
-
-
 KEYWORDS = (
-    "freqs", "output_scale", "rope_dim", "rope_offset", "interleaved", "interleaved_output",
-    "attention_factor", "inverse", "half_width", "table_layout",
+    "output_scale", "rope_dim", "rope_offset", "interleaved", "interleaved_output",
+    "attention_factor", "inverse", "half_width", "table_layout", "angle_precision", "numerics",
+    "cp_size", "cp_rank",
 )  # fmt: skip
 
 
@@ -26,7 +30,6 @@ def rotation(
     where: str,
     width: int,
     *,
-    freqs: Any,
     output_scale: Any,
     rope_dim: Any,
     rope_offset: Any,
@@ -42,15 +45,18 @@ def rotation(
     cp_rank: Any,
     head_groups: Any,
     compute_data_type: Any,
-    **sources: Any,
-) -> Rope | RopeBackward:
-    """The attributes of a rotation of rows ``width`` wide.
+    fe_arguments: dict[str, Any],
+    **tensors: Any,
+) -> tuple[Rope | RopeBackward, dict[str, Any]]:
+    """The attributes of a rotation of rows ``width`` wide, and its tensors by port.
 
+    tensors: every one of TENSOR_KEYWORDS, None where it is not given.
     Raises GraphError naming ``where``, the argument, its value and what would work.
     """
-    others = {n: given for n, given in sources.items() if n not in (*ANGLES, *POSITIONS)}
-    refuse_unknown(where, others, {"out_dims": None}, known=(*KEYWORDS, *ANGLES, *POSITIONS))
-    _one_source(where, freqs, sources)
+    refuse_unknown(where, fe_arguments, {"out_dims": None}, known=(*KEYWORDS, *TENSOR_KEYWORDS))
+    source = angle_source(where, tensors)
+    size, rank = context_parallel(where, cp_size, cp_rank)
+    check_positions(where, tensors, size)
     r = as_count(rope_dim, f"{where}: rope_dim") or width
     pairs_in = as_flag(interleaved, f"{where}: interleaved")
     pairs_out = (
@@ -58,45 +64,31 @@ def rotation(
         if interleaved_output is None
         else as_flag(interleaved_output, f"{where}: interleaved_output")
     )
-    half = as_flag(half_width, f"{where}: half_width")
-    return kind(
+    half = as_flag(half_width, f"{where}: half_width") or source == "inv_freq"
+    scale = as_number(output_scale, f"{where}: output_scale")
+    factor = as_number(attention_factor, f"{where}: attention_factor")
+    attrs = kind(
         rope_dim=r,
         rope_offset=(
             width - r if rope_offset is None else as_count(rope_offset, f"{where}: rope_offset")
         ),
-        output_scale=as_number(output_scale, f"{where}: output_scale"),
-        attention_factor=as_number(attention_factor, f"{where}: attention_factor"),
+        output_scale=scale,
+        attention_factor=factor,
         interleaved=pairs_in,
         interleaved_output=pairs_out,
         inverse=as_flag(inverse, f"{where}: inverse"),
+        angles=source,
         half_width=half,
         table_layout=_layout(where, table_layout, half, pairs_in or pairs_out),
-        angle_precision=_only(where, "angle_precision", angle_precision, "float32"),
-        numerics=_only(where, "numerics", numerics, "fp32"),
-        cp_size=_only(where, "cp_size", cp_size, 1),
-        cp_rank=_only(where, "cp_rank", cp_rank, 0),
+        angle_precision=precision(where, angle_precision, source),
+        numerics=bit_exact(where, numerics, source, scale, factor),
+        cp_size=size,
+        cp_rank=rank,
         head_groups=as_count(head_groups, f"{where}: head_groups"),
         compute=as_compute(compute_data_type, f"{where}: compute_data_type"),
     )
-
-
-def _one_source(where: str, freqs: Any, sources: dict[str, Any]) -> None:
-    """Angles come from exactly one place, and so far only from freqs."""
-    angles, positions = (
-        [name for name in names if sources.get(name) is not None] for names in (ANGLES, POSITIONS)
-    )
-    if freqs is not None and angles:
-        raise GraphError(
-            f"{where}: angles are given twice, as freqs and as {' and '.join(angles)}; "
-            "give exactly one source"
-        )
-    for name in (*angles, *positions):
-        raise GraphError(
-            f"{where}: {name}= is not served yet; give freqs=, a table of angles whose row i "
-            "belongs to position i"
-        )
-    if freqs is None:
-        raise GraphError(f"{where}: no angles; give freqs=[s, 1, 1, rope_dim] in radians, fp32")
+    ports = (*ANGLE_PORTS[source], *POSITION_PORTS)
+    return attrs, {port: tensors[port] for port in ports if tensors[port] is not None}
 
 
 def _layout(where: str, given: Any, half_width: bool, interleaved: bool) -> TableLayout:
@@ -115,9 +107,3 @@ def _layout(where: str, given: Any, half_width: bool, interleaved: bool) -> Tabl
             f"{where}: table_layout={chosen!r} speaks of a full-width table, but half_width=True"
         )
     return chosen
-
-
-def _only(where: str, argument: str, given: Any, served: Any) -> Any:
-    if not isinstance(given, (str, int)) or given != served:
-        raise GraphError(f"{where}: {argument}={given!r:.60} is not served yet; use {served!r}")
-    return served

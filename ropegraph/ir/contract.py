@@ -30,6 +30,14 @@ def fold_factors(fold: Fold, attn_scale: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One rotation of a chain.  positions: the ports that say which positions its rows have."""
+
+    rotation: Rotation
+    positions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class FoldEntry:
     """One sdpa node of the forward graph, as recorded, and what folding made of it.
 
@@ -44,8 +52,8 @@ class FoldEntry:
     attention: Attention
     fold: Fold
     log2: bool
-    q_chain: tuple[Rotation | float, ...]
-    k_chain: tuple[Rotation | float, ...]
+    q_chain: tuple[Turn | float, ...]
+    k_chain: tuple[Turn | float, ...]
     ports: tuple[str, ...]
     engine: str
 

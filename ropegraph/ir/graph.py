@@ -14,7 +14,15 @@ from typing import Any, Generic, TypeVar, cast
 from ropegraph.dtypes import DType
 from ropegraph.errors import InternalError
 from ropegraph.ir.contract import Fold, FoldContract
-from ropegraph.ir.ops import JoinQkv, Op, Rope, RopeBackward, RopePair, SplitQkv
+from ropegraph.ir.ops import (
+    POSITION_PORTS,
+    JoinQkv,
+    Op,
+    Rope,
+    RopeBackward,
+    RopePair,
+    SplitQkv,
+)
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Op, covariant=True)
@@ -219,6 +227,11 @@ def is_in_place(graph: Graph, before: str, after: str) -> bool:
     """True if ``after``, a part of another value, lies where ``before`` does."""
     x, y = graph.values[before], graph.values[after]
     return y.within is not None and (graph.place(before), x.start) == (y.within, y.start)
+
+
+def position_ports(node: Node[Any]) -> tuple[str, ...]:
+    """The ports of a rotation that say which positions its rows have, where it uses any."""
+    return tuple(port for port in POSITION_PORTS if port in node.inputs)
 
 
 def rotated_by(node: Node[Any], output: str) -> str | None:

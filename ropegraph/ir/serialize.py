@@ -23,7 +23,7 @@ _CLASSES: dict[str, type[Any]] = {
         ops.Rope, ops.RopeBackward, ops.RopeFreqsGrad, ops.RopePair, ops.Sdpa, ops.SdpaBackward,
         ops.Scale, ops.Sum, ops.SplitQkv, ops.JoinQkv,
         score_mod.ScoreProgram, score_mod.Instruction, score_mod.Ref, score_mod.Port,
-        contract.FoldContract, contract.FoldEntry,
+        contract.FoldContract, contract.FoldEntry, contract.Turn,
     )
 }  # fmt: skip
 

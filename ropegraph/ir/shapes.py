@@ -45,9 +45,8 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return {"dX": written_dim(where, attrs, "dY", dims["dY"])}
         case RopeFreqsGrad():
             check_rotation(where, attrs, "input", dims)
-            _same(
-                where, "dY", dims["dY"], "output", written_dim(where, attrs, "input", dims["input"])
-            )
+            written = written_dim(where, attrs, "input", dims["input"])
+            _same(where, "dY", dims["dY"], "input", written)
             return {"dfreqs": dims["freqs"]}
         case RopePair(parts):
             outputs: dict[str, Dim] = {}

@@ -53,6 +53,11 @@ def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
                 f"{where}: {port} is {short(dtype)} but {first_port} is {short(first)}; "
                 "both must have one data type"
             )
+    if getattr(attrs, "numerics", "fp32") == "nemo" and first is DType.DOUBLE:
+        raise GraphError(
+            f"{where}: numerics='nemo' rounds an fma in fp32, but {first_port} is fp64; use fp16, "
+            "bf16 or fp32"
+        )
     if "cos" in dtypes and dtypes["cos"] is not dtypes["sin"]:
         raise GraphError(
             f"{where}: cos is {short(dtypes['cos'])} but sin is {short(dtypes['sin'])}; "

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from ropegraph.errors import FoldContractError
-from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, close, fold_factors
-from ropegraph.ir.graph import Graph, Node
+from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, Turn, close, fold_factors
+from ropegraph.ir.graph import Graph, Node, position_ports
 from ropegraph.ir.ops import KEYWORDS, Rotation, Scale, SdpaBackward, shared
 from ropegraph.passes.fold_group import ADJOINTS, reading_through_sums
 
@@ -93,7 +93,7 @@ def _stage(graph: Graph, node: Node[Any], entry: FoldEntry) -> Stage:
 
 
 def _side(
-    graph: Graph, node: Node[Any], port: str, chain: tuple[Rotation | float, ...], factor: float
+    graph: Graph, node: Node[Any], port: str, chain: tuple[Turn | float, ...], factor: float
 ) -> bool:
     """True if what undoes the rotations behind a gradient carries the forward's scales.
 
@@ -115,16 +115,17 @@ class _Path(NamedTuple):
     """A product of scales, and the rotations (their scale set to 1) on the way."""
 
     product: float
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[Turn, ...]
 
-    def then(self, step: Rotation | float) -> _Path:
-        if not isinstance(step, Rotation):
+    def then(self, step: Turn | float) -> _Path:
+        if not isinstance(step, Turn):
             return _Path(self.product * step, self.rotations)
-        unscaled = replace(Rotation(**shared(step)), output_scale=1.0)
-        return _Path(self.product * step.output_scale, (*self.rotations, unscaled))
+        unscaled = replace(Rotation(**shared(step.rotation)), output_scale=1.0)
+        turns = (*self.rotations, Turn(unscaled, step.positions))
+        return _Path(self.product * step.rotation.output_scale, turns)
 
 
-def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Path]:
+def _beginnings(chain: tuple[Turn | float, ...], factor: float) -> list[_Path]:
     """The product and rotations of the first n steps of a chain, for every n from 0 on."""
     found = [_Path(factor, ())]
     for step in chain:
@@ -132,7 +133,7 @@ def _beginnings(chain: tuple[Rotation | float, ...], factor: float) -> list[_Pat
     return found
 
 
-def _stops(path: tuple[Rotation | float, ...]) -> list[_Path]:
+def _stops(path: tuple[Turn | float, ...]) -> list[_Path]:
     """Where a path may be compared: behind its last rotation, and behind each scale after it."""
     beginnings = _beginnings(path, 1.0)[1:]
     return [b for b in beginnings if b.rotations == beginnings[-1].rotations]
@@ -142,12 +143,13 @@ def _same(mine: _Path, theirs: _Path) -> bool:
     return mine.rotations == theirs.rotations and close(mine.product, theirs.product)
 
 
-def _paths(graph: Graph, value: str) -> Iterator[tuple[Rotation | float, ...]]:
+def _paths(graph: Graph, value: str) -> Iterator[tuple[Turn | float, ...]]:
     """Every way from a gradient through the nodes that undo rotations, to where it ends."""
     for reader in reading_through_sums(graph, value):
         attrs = reader.attrs
         if isinstance(attrs, ADJOINTS):
-            step = attrs.factor if isinstance(attrs, Scale) else attrs
+            is_scale = isinstance(attrs, Scale)
+            step = attrs.factor if is_scale else Turn(attrs, position_ports(reader))
             beyond = list(_paths(graph, next(iter(reader.outputs.values()))))
             yield from ((step, *rest) for rest in beyond or [()])
 
@@ -171,5 +173,6 @@ def _explain(graph: Graph, node: Node[Any], entry: FoldEntry, stages: Mapping[St
     return (
         f"sdpa_backward {node.name!r} does not agree with the forward sdpa {entry.node!r}: it has "
         f"{given}; use {line(*stages['recorded'])} (it is then folded for you) or "
-        f"{line(*stages['done'])}; every rope_backward must have the attributes of its rope"
+        f"{line(*stages['done'])}; every rope_backward must have the attributes of its rope, "
+        "and positions wherever that has them"
     )

@@ -2,8 +2,8 @@
 
     q2 = rope(q, freqs); k2 = rope(k, freqs)   ->   q2, k2 = rope_pair(q, k)
 
-Changes no bit. Both must read one table: then they are most likely the Q and K of one attention
-that runs elsewhere.
+Changes no bit. Both must read the same angles: then they are most likely the Q and K of one
+attention that runs elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rope, RopeBackward
+from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward
 from ropegraph.passes.merge_rope_qk import merged
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
@@ -20,11 +20,15 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     place = graph.nodes.index(node)
     for other in graph.nodes[place + 1 :]:
         is_twin = type(other.attrs) is type(node.attrs)
-        if is_twin and other.inputs.get("freqs") == node.inputs.get("freqs"):
+        if is_twin and _angles(other) == _angles(node):
             edit = merged(graph, node, other)
             if isinstance(edit, Edit):
                 return edit
     return None
+
+
+def _angles(node: Node[Any]) -> list[str | None]:
+    return [node.inputs.get(port) for port in ANGLE_PORTS[node.attrs.angles]]
 
 
 merge_lone_ropes = Rule("merge-lone-ropes", root=(Rope, RopeBackward), apply=_apply)

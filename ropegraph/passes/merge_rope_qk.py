@@ -29,8 +29,13 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
 
 def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
     """Two rotations as one launch, or why they cannot be."""
-    if replace(first.attrs, output_scale=1.0) != replace(second.attrs, output_scale=1.0):
+    # What each part has to itself: its scale, and how the heads it reads are laid out.
+    own = {"output_scale": 1.0, "head_groups": 0}
+    if replace(first.attrs, **own) != replace(second.attrs, **own):
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
+    if first.inputs.keys() != second.inputs.keys():
+        odd = sorted(first.inputs.keys() ^ second.inputs.keys())
+        return Decline(f"only one of {first.name!r} and {second.name!r} reads {', '.join(odd)}")
     if _waits(graph, first, second) or _waits(graph, second, first):
         return Decline(f"one of {first.name!r} and {second.name!r} needs the other's result")
     name, taken = f"{first.name}+{second.name}", {n.name for n in graph.nodes}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from ropegraph.ir.contract import Fold, FoldContract, FoldEntry
-from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import Rope, Rotation, Scale, Sdpa
+from ropegraph.ir.contract import Fold, FoldContract, FoldEntry, Turn
+from ropegraph.ir.graph import Graph, position_ports
+from ropegraph.ir.ops import Rope, Scale, Sdpa
 from ropegraph.ir.verify import verify
 from ropegraph.passes.drop_dead import drop_dead
 from ropegraph.passes.fold_attn_scale import fold_attn_scale
@@ -91,12 +91,13 @@ def contract_of(trace: tuple[Trace, ...], engines: dict[str, str]) -> FoldContra
     return FoldContract(entries, before.fold, before.fold_log2)
 
 
-def _chain(graph: Graph, value: str) -> tuple[Rotation | float, ...]:
+def _chain(graph: Graph, value: str) -> tuple[Turn | float, ...]:
     """The rotations and factors that make ``value``, from the last one up to a graph input."""
-    found: list[Rotation | float] = []
+    found: list[Turn | float] = []
     producer = graph.producer(value)
     while producer is not None and isinstance(producer.attrs, (Rope, Scale)):
         attrs = producer.attrs
-        found.append(attrs.factor if isinstance(attrs, Scale) else attrs)
+        is_scale = isinstance(attrs, Scale)
+        found.append(attrs.factor if is_scale else Turn(attrs, position_ports(producer)))
         producer = graph.producer(producer.inputs["input"])
     return tuple(found)

@@ -91,18 +91,15 @@ ROPE: dict[str, tuple[Make, str]] = {
         lambda d: d.rope((6, 5, 8), table=(5, 1, 1, 8)),
         "input [6, 5, 8] has 3 dims; use [b, h, s, d]",
     ),
-    "no angles": (lambda d: d.g.rope(d.t("x", *Q), name="turn"), "no angles; give freqs="),
+    "no angles": (
+        lambda d: d.g.rope(d.t("x", *Q), name="turn"),
+        "no angles; give exactly one of freqs= ... cos= and sin= ... cos_sin= ... or inv_freq=",
+    ),
     "two sources": (
         lambda d: d.rope(inv_freq=d.t("inv", 4)),
         "angles are given twice, as freqs and as inv_freq; give exactly one source",
     ),
     "two tables": (lambda d: d.rope(cos=d.t("c", 4), sin=d.t("s", 4)), "freqs and as cos and sin"),
-    "positions": (lambda d: d.rope(position_ids=d.t("p", 2, 5)), "position_ids= is not served yet"),
-    "start positions": (lambda d: d.rope(start_positions=d.t("p", 2)), "start_positions= is not"),
-    "context parallel": (lambda d: d.rope(cp_size=2), "cp_size=2 is not served yet; use 1"),
-    "bit-exact": (lambda d: d.rope(numerics="nemo"), "numerics='nemo' is not served yet"),
-    "unknown numerics": (lambda d: d.rope(numerics="fast"), "numerics='fast'"),
-    "exact angles": (lambda d: d.rope(angle_precision="exact"), "angle_precision='exact'"),
     # C08
     "layout not said": (lambda d: d.rope(interleaved=True), "interleaved needs table_layout="),
     "layout not said for the output": (

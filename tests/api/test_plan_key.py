@@ -17,7 +17,7 @@ from ropegraph.ir.ops import Rope, RopeBackward, Sdpa, SdpaBackward
 from ropegraph.testing.budget import assert_within
 from ropegraph.testing.inputs import normal
 
-HALF = torch.float16
+HALF, BF16 = torch.float16, torch.bfloat16
 B, H, S, D = 2, 4, 6, 8
 
 
@@ -81,6 +81,16 @@ def number(dtype: torch.dtype) -> Make:
     return Make(lambda r: r.g.tensor([1, 1, 1, 1], data_type=dtype, is_pass_by_value=True))
 
 
+def table(dtype: torch.dtype = torch.float32, rows: int = S, width: int = D) -> Make:
+    return Make(lambda r: r.g.tensor([rows, 1, 1, width], data_type=dtype))
+
+
+def integers(*dim: int, dtype: torch.dtype = torch.int32) -> Make:
+    return Make(lambda r: r.g.tensor(dim, data_type=dtype))
+
+
+INV_FREQ = Make(lambda r: r.g.tensor([D // 2], data_type=torch.float32))
+TABLES = {"freqs": None, "cos": table(), "sin": table()}
 PADDED = {"use_padding_mask": True, "seq_len_q": tensor("len_q"), "seq_len_kv": tensor("len_kv")}
 
 # Argument -> what it is changed to, from the default; several together where one needs others.
@@ -124,12 +134,23 @@ ROPE = {
     "inverse": {"inverse": True},
     "half_width": {"half_width": True, "freqs": Make(lambda r: r.g.tensor([S, 1, 1, D // 2]))},
     "table_layout": {"table_layout": "pairs"},
+    "cos": {**TABLES, "inverse": True},
+    "sin": TABLES,
+    "sin, bf16": {"freqs": None, "cos": table(BF16), "sin": table(BF16)},
+    "cos_sin": {"freqs": None, "cos_sin": table(width=2 * D)},
+    "inv_freq": {"freqs": None, "inv_freq": INV_FREQ},
+    "angle_precision": {"freqs": None, "inv_freq": INV_FREQ, "angle_precision": "exact"},
+    "numerics": {**TABLES, "numerics": "hf"},
+    "numerics, nemo": {**TABLES, "numerics": "nemo"},
+    "position_ids": {"position_ids": integers(B, S)},
+    "position_ids, shared": {"position_ids": integers(1, S)},
+    "start_positions": {"start_positions": integers(B)},
+    "start_positions, int64": {"start_positions": integers(B, dtype=torch.int64)},
+    "cp_size": {"freqs": table(rows=2 * S), "cp_size": 2},
+    "cp_rank": {"freqs": table(rows=2 * S), "cp_size": 2, "cp_rank": 1},
 }
-# Not served yet: any other value is refused, so there is nothing to tell apart.
-ROPE_NOT = {
-    "input", "name", "compute_data_type", "angle_precision", "numerics", "cp_size", "cp_rank",
-    "sources",
-}  # fmt: skip
+# "cu_seqlens" needs a batch of 1.
+ROPE_NOT = {"input", "name", "compute_data_type", "cu_seqlens", "head_groups", "fe_arguments"}
 SDPA = {
     "q": {},
     "attn_scale": {"attn_scale": 0.25},
@@ -192,7 +213,7 @@ def arguments(method: Callable[..., Any]) -> set[str]:
 def test_the_lists_name_every_argument():
     assert arguments(ropegraph.pygraph.__init__) == set(PYGRAPH) | PYGRAPH_NOT
     assert arguments(ropegraph.pygraph.tensor) == set(TENSOR) | TENSOR_NOT
-    assert arguments(ropegraph.pygraph.rope) == set(ROPE) | ROPE_NOT
+    assert arguments(ropegraph.pygraph.rope) == {n for n in ROPE if n.isidentifier()} | ROPE_NOT
     named = {name for name in SDPA if name.isidentifier()}
     assert arguments(ropegraph.pygraph.sdpa) == named | SDPA_NOT | PAGED
 

@@ -280,3 +280,26 @@ def test_what_does_not_fit(dim: Any, split: Any, by_groups: Any, message: str) -
     with pytest.raises(rg.GraphError, match=message):
         g.qkv_rope(x, t, split=split, by_groups=by_groups)
     assert not g.recorder.nodes
+
+
+def test_every_way_to_pack_has_a_key_of_its_own() -> None:
+    def key(**options: Any) -> str:
+        g = rg.pygraph(io_data_type=F64)
+        x = g.tensor(options.pop("dim", (2, 5, 10, 8)), name="qkv")
+        t = g.tensor((5, 1, 1, 8), data_type="float32", name="freqs")
+        q, k, v = g.qkv_rope(x, t, **{"split": (6, 2, 2), "name": "turn", **options})
+        o, _ = g.sdpa(q, k, v, name="attn") if len(q.get_dim()) == 4 else (q, None)
+        o.set_output(True)
+        return g.key
+
+    found = [
+        key(),
+        key(split=(6, 3, 1)),
+        key(in_place=True),
+        key(dim=(2, 5, 2, 40), split=(24, 8, 8)),
+        key(dim=(2, 5, 5, 24), split=(8, 8, 8)),
+        key(k_output_scale=2.0),
+        key(q_output_scale=2.0),
+    ]
+    assert len(set(found)) == len(found)
+    assert key() == found[0]

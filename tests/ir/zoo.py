@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ropegraph.dtypes import DType
-from ropegraph.ir.contract import FoldContract, FoldEntry
+from ropegraph.ir.contract import FoldContract, FoldEntry, Turn
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import JoinQkv, Rope, RopeFreqsGrad, RopePair, Sdpa, SplitQkv
 from ropegraph.ir.score_mod import Instruction, Port, Ref, ScoreProgram
@@ -26,7 +26,7 @@ def contract() -> FoldContract:
         attention=Sdpa(attn_scale=1 / 3, left_bound=4, score_mod=PROGRAM),
         fold="symmetric",
         log2=True,
-        q_chain=(Rope(8, 0, output_scale=0.1), 0.7),
+        q_chain=(Turn(Rope(8, 0, output_scale=0.1), ("start_positions",)), 0.7),
         k_chain=(),
         ports=("bias", "score_mod.0"),
         engine="torch",

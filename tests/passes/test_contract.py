@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ropegraph.errors import FoldContractError, GraphError
-from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry
+from ropegraph.ir.contract import INV_LN2, FoldContract, FoldEntry, Turn
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import KEYWORDS, Rope, RopeFreqsGrad, Sdpa
 from ropegraph.ir.score_mod import softcap
@@ -43,8 +43,8 @@ def test_entries(fold: str, log2: bool):
             attention=Sdpa(attn_scale=0.25),
             fold="q" if fold == "auto" else fold,
             log2=log2,
-            q_chain=(Rope(8, 0),),
-            k_chain=(Rope(8, 0),),
+            q_chain=(Turn(Rope(8, 0)),),
+            k_chain=(Turn(Rope(8, 0)),),
             ports=(),
             engine="torch",
         )
@@ -63,7 +63,7 @@ def test_an_entry_says_what_was_recorded_whatever_was_folded():
     b.sdpa("attn", "z", "q", "q", attn_scale=0.25, right_bound=0, ports={"bias": "bias"})
     entry = contract(b, "o").entries["attn"]
     assert entry.attention == Sdpa(attn_scale=0.25, right_bound=0)
-    assert entry.q_chain == (7.0, Rope(8, 0, output_scale=3.0), 0.5)
+    assert entry.q_chain == (7.0, Turn(Rope(8, 0, output_scale=3.0)), 0.5)
     assert entry.k_chain == ()
     assert entry.ports == ("bias",)
 

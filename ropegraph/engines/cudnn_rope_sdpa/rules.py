@@ -10,6 +10,7 @@ from ropegraph.engines.cudnn_sdpa.engine import CudnnSdpa
 from ropegraph.engines.cudnn_sdpa.facts import version_name
 from ropegraph.ir.graph import Graph, Value, singles
 from ropegraph.ir.ops import (
+    POSITION_PORTS,
     Attention,
     Rope,
     RopeBackward,
@@ -90,6 +91,9 @@ def _rotation(step: Step, device: Device) -> Iterator[str]:
     if attrs.rope_offset != x.dim[3] - attrs.rope_dim:
         yield f"rope_offset={attrs.rope_offset}; cuDNN rotates the last {attrs.rope_dim} channels"
     yield from _meaning(attrs)
+    for name in POSITION_PORTS:
+        if step.has(name):
+            yield f"{name} is given; cuDNN rotates row i of the data by row i of freqs"
     if step.has("freqs"):
         yield from _table(attrs, step.value("freqs"))
 

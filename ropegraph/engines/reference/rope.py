@@ -1,11 +1,11 @@
 """The rotation in fp64, its adjoint, and the gradient of its angles.
 
-With columns a and b of the table for the two lanes that a pair writes, and g = output_scale * A:
+With angles t1 and t2 of the two lanes that a pair writes, and g = output_scale * A:
 
-    y1 = g (x1 cos t[a] - x2 sin t[a])          dx1 = g (dy1 cos t[a] + dy2 sin t[b])
-    y2 = g (x2 cos t[b] + x1 sin t[b])          dx2 = g (dy2 cos t[b] - dy1 sin t[a])
+    y1 = g (x1 cos t1 - x2 sin t1)          dx1 = g (dy1 cos t1 + dy2 sin t2)
+    y2 = g (x2 cos t2 + x1 sin t2)          dx2 = g (dy2 cos t2 - dy1 sin t1)
 
-a = b except for table_layout="full", where the adjoint reads the sine of the partner's column.
+t1 = t2 except for table_layout="full", where the adjoint reads the sine of its partner.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ropegraph.engines.reference.angles import Lanes, channels, lanes
 from ropegraph.engines.reference.buffers import gather, round_once, scatter
-from ropegraph.ir.ops import Rope, RopeBackward, RopeFreqsGrad, Rotation
+from ropegraph.engines.reference.positions import Places, outside, places, refuse
+from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, Rotation
 from ropegraph.lowering.engine import Step
 
 
 def why_not_rope(attrs: Rotation) -> tuple[str, ...]:
     """The rotations whose meaning is not written here."""
-    broken: list[str] = []
-    if attrs.angles != "freqs":
-        broken.append(f"angles come from {attrs.angles}; the reference reads freqs")
     if attrs.numerics != "fp32":
-        broken.append(f"numerics={attrs.numerics!r} is about bits; the reference is fp64")
-    if attrs.cp_size != 1:
-        broken.append(f"cp_size={attrs.cp_size}; the reference holds whole sequences")
-    return tuple(broken)
+        return (f"numerics={attrs.numerics!r} is about bits; the reference is fp64",)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -43,94 +40,88 @@ class RunRope:
     @torch.no_grad()
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         step, attrs = self.step, self.attrs
-        table = env[step.slot("freqs")].detach().double()
+        found = places(step, attrs, env)
+        wrong = outside(step, attrs, found)
+        if wrong and env[step.slot(next(iter(step.node.inputs)))].is_cpu:
+            raise refuse(step, attrs, found, wrong[0])
+        ports = ANGLE_PORTS[attrs.angles]
+        sources = [env[step.slot(port)].detach().double() for port in ports]
         match attrs:
             case Rope():
-                self._turn(rotate, "input", "output", table, env)
+                result = self._turn(rotate, "input", env, lanes(attrs, sources, found))
             case RopeBackward():
-                self._turn(rotate_adjoint, "dY", "dX", table, env)
+                result = self._turn(rotate_adjoint, "dY", env, lanes(attrs, sources, found))
             case RopeFreqsGrad():
-                x, dy = (gather(step, port, env).double() for port in ("input", "dY"))
-                scatter(step, "dfreqs", env, freqs_gradient(attrs, x, dy, table))
+                x, dy = (merged(gather(step, port, env)).double() for port in ("input", "dY"))
+                dead = _rows(found, x.device).expand(x.shape[:3])
+                x[dead], dy[dead] = 0.0, 0.0
+                scatter(step, "dfreqs", env, freqs_gradient(attrs, x, dy, sources[0], found))
+                return
+        result[_rows(found, result.device).expand(result.shape[:3])] = 0.0
+        for i, row in wrong:
+            result[i, :, row] = torch.nan
+        scatter(step, next(iter(step.node.outputs)), env, result)
 
     def _turn(
         self,
-        by: Callable[[Rotation, Tensor, Tensor], Tensor],
+        by: Callable[[Rotation, Tensor, Lanes], Tensor],
         source: str,
-        target: str,
-        table: Tensor,
         env: Sequence[Tensor],
-    ) -> None:
-        given = gather(self.step, source, env)
-        turned = by(self.attrs, given.double(), table)
+        angles: Lanes,
+    ) -> Tensor:
+        given = merged(gather(self.step, source, env))
+        turned = by(self.attrs, given.double(), angles)
+        target = next(iter(self.step.node.outputs))
         result = round_once(turned, env[self.step.slot(target)].dtype)
         if self.attrs.output_scale == 1.0:
             # Taking a NaN to fp64 and back may change its bits: pass-through channels are copied.
             passed = _pass_through(self.attrs, given.shape[-1])
             result[..., passed] = given[..., passed].to(result.dtype)
-        scatter(self.step, target, env, result)
+        return result
 
 
-def rotate(attrs: Rotation, x: Tensor, table: Tensor) -> Tensor:
-    """output_scale * R x for x [b, h, s, d] and table [s_max, 1 or b, 1, width], both fp64."""
-    (x1, x2), (y1, y2) = _lanes(attrs, attrs.interleaved), _lanes(attrs, attrs.interleaved_output)
-    (cos1, sin1), (cos2, sin2) = _cos_sin(attrs, x.shape[2], table)
+def merged(x: Tensor) -> Tensor:
+    """[b, h, s, d], heads in two levels as one."""
+    return x.flatten(1, 2) if x.dim() == 5 else x
+
+
+def rotate(attrs: Rotation, x: Tensor, angles: Lanes) -> Tensor:
+    """output_scale * R x for x [b, h, s, d] in fp64."""
+    x1, x2 = channels(attrs, attrs.interleaved)
+    y1, y2 = channels(attrs, attrs.interleaved_output)
+    (cos1, sin1), (cos2, sin2) = angles
     y = attrs.output_scale * x
     y[..., y1] = attrs.output_scale * (x[..., x1] * cos1 - x[..., x2] * sin1)
     y[..., y2] = attrs.output_scale * (x[..., x2] * cos2 + x[..., x1] * sin2)
     return y
 
 
-def rotate_adjoint(attrs: Rotation, dy: Tensor, table: Tensor) -> Tensor:
+def rotate_adjoint(attrs: Rotation, dy: Tensor, angles: Lanes) -> Tensor:
     """The transpose of ``rotate`` as a linear map."""
-    (x1, x2), (y1, y2) = _lanes(attrs, attrs.interleaved), _lanes(attrs, attrs.interleaved_output)
-    (cos1, sin1), (cos2, sin2) = _cos_sin(attrs, dy.shape[2], table)
+    x1, x2 = channels(attrs, attrs.interleaved)
+    y1, y2 = channels(attrs, attrs.interleaved_output)
+    (cos1, sin1), (cos2, sin2) = angles
     dx = attrs.output_scale * dy
     dx[..., x1] = attrs.output_scale * (dy[..., y1] * cos1 + dy[..., y2] * sin2)
     dx[..., x2] = attrs.output_scale * (dy[..., y2] * cos2 - dy[..., y1] * sin1)
     return dx
 
 
-def freqs_gradient(attrs: Rotation, x: Tensor, dy: Tensor, table: Tensor) -> Tensor:
+def freqs_gradient(attrs: Rotation, x: Tensor, dy: Tensor, table: Tensor, found: Places) -> Tensor:
     """By autograd through ``rotate``: columns and rows that it does not read get zero."""
     with torch.inference_mode(mode=False), torch.enable_grad():
         angles = table.clone().requires_grad_()
-        y = rotate(attrs, x.clone(), angles)
+        y = rotate(attrs, x.clone(), lanes(attrs, [angles], found))
         return torch.autograd.grad(y, angles, dy.clone(), materialize_grads=True)[0]
 
 
-def _lanes(attrs: Rotation, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The channels that hold the first and the second element of every pair."""
-    half = attrs.rope_dim // 2
-    pair = torch.arange(half)
-    first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
-    return attrs.rope_offset + first, attrs.rope_offset + second
+def _rows(found: Places, device: torch.device) -> Tensor:
+    """True for the rows of no sequence, [b, 1, s]."""
+    dead = torch.tensor([[p is None for p in entry] for entry in found], device=device)
+    return dead.bool().reshape(len(found), 1, -1)
 
 
 def _pass_through(attrs: Rotation, d: int) -> Tensor:
     """The channels outside the rotated segment."""
     channel = torch.arange(d)
     return channel[(channel < attrs.rope_offset) | (channel >= attrs.rope_offset + attrs.rope_dim)]
-
-
-def _cos_sin(
-    attrs: Rotation, s: int, table: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A cos and A sin, [1 or b, 1, s, r/2], for the first and the second lane that pairs write."""
-    angles = table[:s].permute(1, 2, 0, 3)
-    if attrs.inverse:
-        angles = -angles
-    first, second = (angles[..., columns] for columns in _columns(attrs))
-    a = attrs.attention_factor
-    return (a * first.cos(), a * first.sin()), (a * second.cos(), a * second.sin())
-
-
-def _columns(attrs: Rotation) -> tuple[Tensor, Tensor]:
-    """The table columns that the first and the second lane of every pair read."""
-    pair = torch.arange(attrs.rope_dim // 2)
-    if attrs.half_width or attrs.table_layout == "first_half":
-        return pair, pair
-    if attrs.table_layout == "pairs":
-        return 2 * pair, 2 * pair
-    first, second = _lanes(attrs, attrs.interleaved_output)
-    return first - attrs.rope_offset, second - attrs.rope_offset

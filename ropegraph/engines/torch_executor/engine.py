@@ -14,7 +14,6 @@ from ropegraph.ir.ops import (
     RopeBackward,
     RopeFreqsGrad,
     RopePair,
-    Rotation,
     Scale,
     Sdpa,
     SdpaBackward,
@@ -38,13 +37,7 @@ class TorchExecutor:
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can."""
-        attrs = step.node.attrs
-        parts = attrs.parts if isinstance(attrs, RopePair) else (attrs,)
-        return tuple(
-            f"angles={part.angles!r} and numerics={part.numerics!r} are not served yet"
-            for part in parts
-            if isinstance(part, Rotation) and (part.angles != "freqs" or part.numerics != "fp32")
-        )
+        return ()
 
     def compile(self, step: Step, device: Device) -> Executable:
         match step.node.attrs:

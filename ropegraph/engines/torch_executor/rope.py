@@ -1,4 +1,4 @@
-"""rope, rope_backward and the gradient of the angles, in torch.
+"""rope and rope_backward in torch.
 
 Every rotation here is o1 = x1 cos1 - x2 sin1, o2 = x2 cos2 + x1 sin2 on views of the data. The
 adjoint has the same form with (sin1, sin2) = (-sin2, -sin1), the inverse with both negated.
@@ -7,26 +7,25 @@ adjoint has the same form with (sin1, sin2) = (-sin2, -sin1), the inverse with b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ropegraph.engines.torch_executor.angles import Tables, columns, compute_dtype, cos_sin, scaled
+from ropegraph.engines.torch_executor.angles import Tables, compute_dtype, cos_sin, scaled
+from ropegraph.engines.torch_executor.freqs_grad import FreqsGradStep
+from ropegraph.engines.torch_executor.pairs import split_pairs
+from ropegraph.engines.torch_executor.positions import Positions, Rows
+from ropegraph.engines.torch_executor.rounding import hugging_face, nemo
 from ropegraph.engines.torch_executor.sequences import lengths_of, read_starts, views
-from ropegraph.ir.ops import Rope, RopeBackward, RopeFreqsGrad, RopePair, Rotation
+from ropegraph.ir.graph import singles
+from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, RopePair
 from ropegraph.lowering.engine import Executable, Step
 
 # The [h, n, d] views of one ragged tensor that are read, with those that are written.
 Sequences = list[tuple[Tensor, Tensor]]
-
-
-def split_pairs(x: Tensor, attrs: Rotation, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second channel of every pair in the rotated segment."""
-    begin, r = attrs.rope_offset, attrs.rope_dim
-    if interleaved:
-        return x[..., begin : begin + r : 2], x[..., begin + 1 : begin + r : 2]
-    middle = begin + r // 2
-    return x[..., begin:middle], x[..., middle : begin + r]
+Pair = tuple[Tensor, Tensor]  # the first and the second channels of all pairs
 
 
 class Rotator:
@@ -39,6 +38,7 @@ class Rotator:
         if self.adjoint:
             self.reads, self.writes = self.writes, self.reads
         self.factor = attrs.output_scale * attrs.attention_factor
+        self.negated = self.adjoint != attrs.inverse  # rotates by -t
 
     def __call__(self, x: Tensor, out: Tensor, tables: Tables) -> None:
         """Write the rotated x to ``out``; ``tables`` are unscaled and as long as x."""
@@ -47,16 +47,37 @@ class Rotator:
             x = x.clone()  # in place: every product reads what the first one would overwrite
         x1, x2 = split_pairs(x, attrs, self.reads)
         out1, out2 = split_pairs(out, attrs, self.writes)
-        cos1, sin1, cos2, sin2 = scaled(tables, self.factor)
-        if self.adjoint:
-            sin1, sin2 = sin2, sin1
-        sign = -1.0 if self.adjoint == attrs.inverse else 1.0
-        _rotate(x1, x2, cos1, sin1, sign, out1)
-        _rotate(x2, x1, cos2, sin2, -sign, out2)
+        if attrs.numerics == "fp32":
+            self._turn((x1, x2), (out1, out2), scaled(tables, self.factor))
+        else:
+            self._turn_exactly((x1, x2), (out1, out2), tables)
         end = attrs.rope_offset + attrs.rope_dim
         for part in (slice(0, attrs.rope_offset), slice(end, x.shape[-1])):
             if part.start < part.stop:
-                _pass(x[..., part], out[..., part], attrs.output_scale, cos1.dtype)
+                _pass(x[..., part], out[..., part], attrs.output_scale, tables[0].dtype)
+
+    def _turn(self, x: Pair, out: Pair, tables: Tables) -> None:
+        cos1, sin1, cos2, sin2 = tables
+        if self.adjoint:
+            sin1, sin2 = sin2, sin1
+        sign = 1.0 if self.negated else -1.0
+        _rotate(x[0], x[1], cos1, sin1, sign, out[0])
+        _rotate(x[1], x[0], cos2, sin2, -sign, out[1])
+
+    def _turn_exactly(self, x: Pair, out: Pair, tables: Tables) -> None:
+        """With the roundings of attrs.numerics; x and out do not overlap."""
+        cos1, sin1, cos2, sin2 = tables
+        if self.adjoint:
+            sin1, sin2 = sin2, sin1
+        if self.negated:
+            sin1, sin2 = -sin1, -sin2
+        tables = cos1, sin1, cos2, sin2
+        if self.attrs.numerics == "nemo":
+            results = nemo(*x, tables)
+        else:
+            results = hugging_face(*x, tables, self.attrs.attention_factor)
+        for target, result in zip(out, results, strict=True):
+            target.copy_(result)
 
 
 def _rotate(x: Tensor, other: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
@@ -79,101 +100,122 @@ def _pass(x: Tensor, out: Tensor, output_scale: float, dtype: torch.dtype) -> No
         out.copy_(x.to(dtype) * output_scale)
 
 
-class RopeStep:
-    """One rotation of the graph, dense or ragged.  part: "0" or "1" inside a pair."""
+class Place(NamedTuple):
+    """Where one execution reads and writes: the sequences of ragged data, the rows' positions."""
 
-    def __init__(self, step: Step, attrs: Rope | RopeBackward, part: str = "") -> None:
-        ports = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
-        source, target = (port + part for port in ports)
+    sequences: Sequences | None
+    rows: Rows | None
+
+
+class RopeStep:
+    """One rotation of the graph, dense or ragged."""
+
+    def __init__(self, step: Step, attrs: Rope | RopeBackward) -> None:
+        source, target = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
         self.attrs, self.rotate = attrs, Rotator(attrs)
-        self.x, self.out, self.freqs = map(step.slot, (source, target, "freqs" + part))
+        self.x, self.out = step.slot(source), step.slot(target)
+        self.sources = [step.slot(port) for port in ANGLE_PORTS[attrs.angles]]
         self.x_value, self.out_value = step.value(source), step.value(target)
-        self.rows = self.x_value.dim[2]
+        self.count, self.positions = self.x_value.dim[-2], Positions(step)
         ragged = self.x_value.ragged_offset
         self.offsets = -1 if ragged is None else step.slots[ragged]
+        self._bad: Tensor | None = None
 
-    def tables(self, env: Sequence[Tensor], rows: int) -> Tables:
-        """The unscaled tables for positions 0 to rows - 1."""
-        return cos_sin(self.attrs, env[self.freqs], rows, compute_dtype(self.attrs, env[self.x]))
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two rotations alike that make the same tables."""
+        return (*self.sources, *self.positions.key, self.x_value.dtype)
 
-    def sequences(self, env: Sequence[Tensor]) -> Sequences | None:
-        """What is read and written for each sequence of a ragged tensor; None for a dense one.
+    def tables(self, env: Sequence[Tensor], rows: Rows | None) -> Tables:
+        """The unscaled tables, a row for each row of the data."""
+        sources = [env[slot] for slot in self.sources]
+        dtype = compute_dtype(self.attrs, env[self.x])
+        return cos_sin(self.attrs, sources, rows, self.count, dtype)
 
-        Raises PositionError for offsets outside of a buffer; nothing is written yet.
-        """
+    def place(self, env: Sequence[Tensor]) -> Place:
+        """What is read and written, and where.  Raises PositionError; nothing is written yet."""
         if self.offsets < 0:
-            return None
+            return Place(None, self.positions(env))
         starts = read_starts(env[self.offsets], self.x_value)
         lengths = lengths_of(starts, self.x_value)
         sources = views(env[self.x], self.x_value, starts, lengths)
         targets = views(env[self.out], self.out_value, starts, lengths)
-        return list(zip(sources, targets, strict=True))
+        return Place(list(zip(sources, targets, strict=True)), self.positions(env, lengths))
 
-    def run(self, env: Sequence[Tensor], tables: Tables, sequences: Sequences | None) -> None:
-        """Rotate with tables that have exactly ``rows`` rows.
+    def run(self, env: Sequence[Tensor], tables: Tables, place: Place) -> None:
+        """Rotate with tables that have exactly ``count`` rows.
 
-        Positions restart in each sequence; memory outside every sequence becomes zero.
+        What belongs to no sequence becomes zero.
         """
+        (x, out), (sequences, rows) = self._alike(env[self.x], env[self.out]), place
+        self._bad = None if rows is None else rows.bad
         if sequences is None:
-            self.rotate(env[self.x], env[self.out], tables)
+            self.rotate(x, out, _between(tables) if x.dim() == 5 else tables)
+            if rows is not None:
+                _mark(out, rows)
             return
-        env[self.out].zero_()
+        out.zero_()
         for i, (source, target) in enumerate(sequences):
+            n = source.shape[1]
             row = min(i, tables[0].shape[0] - 1)
-            own = tuple(t[row, :, : source.shape[1]] for t in tables)
+            own = tuple(t[row, :, :n] for t in tables)
             self.rotate(source, target, own)  # pyright: ignore[reportArgumentType]
+            if self._bad is not None:
+                target.masked_fill_(self._bad[i, :n, None], torch.nan)
+
+    def _alike(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Both with heads in two levels, if one of them has."""
+        if x.dim() == out.dim():
+            return x, out
+        if x.dim() == 5:
+            return x, out.view(*x.shape[:3], *out.shape[2:])
+        return x.view(*out.shape[:3], *x.shape[2:]), out
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        self.run(env, self.tables(env, self.rows), self.sequences(env))
+        place = self.place(env)
+        self.run(env, self.tables(env, place.rows), place)
+
+    def faults(self) -> tuple[str, ...]:
+        """What the last run noticed of positions; waits for the device."""
+        if self._bad is None or not bool(self._bad.any()):
+            return ()
+        return ("rows with a position outside of the table, or cu_seqlens that do not fit",)
+
+
+def _between(tables: Tables) -> Tables:
+    """The tables for data with heads in two levels; shared tensors stay shared."""
+    cos1, sin1, cos2, sin2 = tables
+    one = cos1.unsqueeze(1), sin1.unsqueeze(1)
+    return (*one, *one) if cos2 is cos1 else (*one, cos2.unsqueeze(1), sin2.unsqueeze(1))
+
+
+def _mark(out: Tensor, rows: Rows) -> None:
+    """Zero for rows of no sequence, NaN for those at a wrong position."""
+    for mask, fill in ((rows.dead, 0.0), (rows.bad, torch.nan)):
+        if mask is not None:
+            heads = (1,) * (out.dim() - 3)
+            out.masked_fill_(mask.reshape(mask.shape[0], *heads, mask.shape[1], 1), fill)
 
 
 class RopePairStep:
-    """Two rotations; the cosines and sines are made once where both read the same table."""
+    """Two rotations; the cosines and sines are made once where both make the same ones."""
 
     def __init__(self, step: Step, pair: RopePair) -> None:
-        self.first, self.second = (RopeStep(step, p, str(i)) for i, p in enumerate(pair.parts))
-        same = self.first.freqs == self.second.freqs and self.first.rows == self.second.rows
-        self.shared = same and self.first.x_value.dtype is self.second.x_value.dtype
+        parts = [replace(step, node=node) for node in singles(step.node)]
+        self.first, self.second = map(RopeStep, parts, pair.parts)
+        self.shared = self.first.key == self.second.key
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        first, second = self.first.sequences(env), self.second.sequences(env)
-        tables = self.first.tables(env, self.first.rows)
+        first, second = self.first.place(env), self.second.place(env)
+        tables = self.first.tables(env, first.rows)
         self.first.run(env, tables, first)
         if not self.shared:
-            tables = self.second.tables(env, self.second.rows)
+            tables = self.second.tables(env, second.rows)
         self.second.run(env, tables, second)
 
-
-class FreqsGradStep:
-    """dfreqs: each angle's gradient, summed over heads, and over the batch if the table is shared.
-
-    d o1 / d t1 = -(x1 sin1 + x2 cos1), d o2 / d t2 = x1 cos2 - x2 sin2, times the scales.
-    """
-
-    def __init__(self, step: Step, attrs: RopeFreqsGrad) -> None:
-        self.attrs = attrs
-        self.x, self.dy, self.freqs, self.out = map(step.slot, ("input", "dY", "freqs", "dfreqs"))
-        factor = attrs.output_scale * attrs.attention_factor
-        self.factor = -factor if attrs.inverse else factor
-
-    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        attrs, out = self.attrs, env[self.out]
-        x, dy = env[self.x], env[self.dy]
-        dtype = compute_dtype(attrs, x)
-        cos1, sin1, cos2, sin2 = cos_sin(attrs, env[self.freqs], x.shape[2], dtype)
-        if attrs.inverse:
-            sin1, sin2 = -sin1, -sin2
-        x1, x2 = (t.to(dtype) for t in split_pairs(x, attrs, attrs.interleaved))
-        dy1, dy2 = (t.to(dtype) for t in split_pairs(dy, attrs, attrs.interleaved_output))
-        grad1 = -dy1 * (x1 * sin1 + x2 * cos1)
-        grad2 = dy2 * (x1 * cos2 - x2 * sin2)
-        out.zero_()
-        first, second = columns(attrs, out[: x.shape[2]].permute(1, 2, 0, 3))
-        for grad, target in ((grad1, first), (grad2, second)):
-            total = grad.sum(1, keepdim=True)
-            if target.shape[0] == 1:
-                total = total.sum(0, keepdim=True)
-            target.add_(total, alpha=self.factor)
+    def faults(self) -> tuple[str, ...]:
+        """What the last run noticed in either part."""
+        return tuple(dict.fromkeys(self.first.faults() + self.second.faults()))
 
 
 def compile_rope(step: Step) -> Executable:
