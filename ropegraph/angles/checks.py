@@ -15,26 +15,44 @@ Device = torch.device | str | int | None
 
 def as_number(where: str, name: str, given: object, above: float = 0.0) -> float:
     """Read a finite host number greater than ``above``."""
-    fits = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not fits or not math.isfinite(given) or given <= above:
+    number = _finite(given)
+    if number is None or number <= above:
         raise GraphError(f"{where}: {name}={given!r:.60}; use a number above {above:g}")
-    return float(given)
+    return number
 
 
 def as_factor(where: str, name: str, given: object) -> float:
     """Read a finite host number of at least 0."""
-    fits = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not fits or not math.isfinite(given) or given < 0:
+    number = _finite(given)
+    if number is None or number < 0:
         raise GraphError(f"{where}: {name}={given!r:.60}; use a number of 0 or more")
-    return float(given)
+    return number
 
 
 def as_count(where: str, name: str, given: object, low: int = 1) -> int:
     """Read a host integer of at least ``low``; a float that is whole counts as one."""
-    whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
-    if isinstance(given, bool) or not whole or cast(float, given) < low:
+    number = _finite(given)
+    if number is None or not number.is_integer() or number < low:
         raise GraphError(f"{where}: {name}={given!r:.60}; use an integer of {low} or more")
-    return int(cast(float, given))
+    return int(number)
+
+
+def as_flag(where: str, name: str, given: object) -> bool:
+    """Read True or False."""
+    if isinstance(given, bool):
+        return given
+    raise GraphError(f"{where}: {name}={given!r:.60}; use True or False")
+
+
+def _finite(given: object) -> float | None:
+    """The number that ``given`` is, None if it is no finite host number."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def as_rotated(where: str, head_dim: object, partial_rotary_factor: object) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ropegraph.angles.checks import as_section
+from ropegraph.angles.checks import as_flag, as_section
 from ropegraph.angles.result import RopeAngles
 from ropegraph.errors import GraphError
 
@@ -35,9 +35,8 @@ def mrope(
             f"mrope: mrope_section={section} adds up to {sum(section)}; use three numbers that add "
             f"up to {pairs}, the pairs of {2 * pairs} rotated channels"
         )
-    if not isinstance(mrope_interleaved, bool):
-        raise GraphError(f"mrope: mrope_interleaved={mrope_interleaved!r:.60}; use True or False")
-    axes = _strided(section, pairs) if mrope_interleaved else _contiguous(section)
+    strided = as_flag("mrope", "mrope_interleaved", mrope_interleaved)
+    axes = _strided(section, pairs) if strided else _contiguous(section)
     found = torch.tensor(axes, dtype=torch.int64, device=angles.inv_freq.device)
     return replace(angles, axes=found, axis_count=3)
 
@@ -51,6 +50,6 @@ def _strided(section: list[int], pairs: int) -> list[int]:
     if [axes.count(axis) for axis in range(3)] != section:
         raise GraphError(
             f"mrope: mrope_section={section} does not fit every third of {pairs} pairs; with "
-            f"mrope_interleaved use at most {(pairs + 1) // 3} for height and {pairs // 3} for width"
+            f"mrope_interleaved use up to {(pairs + 1) // 3} for height, {pairs // 3} for width"
         )
     return axes

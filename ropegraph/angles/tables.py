@@ -76,11 +76,12 @@ def _columns(angles: RopeAngles, positions: Tensor) -> Tensor:
     table = angles.inv_freq
     if positions.dtype not in _POSITION_DTYPES:
         raise GraphError(
-            f"freqs: positions are {positions.dtype}; use int32, int64, or f32 and f64 for fractions"
+            f"freqs: positions are {positions.dtype}; use int32 or int64, f32 or f64 for fractions"
         )
     if positions.device != table.device:
         raise GraphError(
-            f"freqs: positions are on {positions.device}, inv_freq on {table.device}; use one device"
+            f"freqs: positions are on {positions.device}, inv_freq on {table.device}; "
+            "use one device"
         )
     shape = list(positions.shape)
     if angles.axes is None:

@@ -12,6 +12,7 @@ from ropegraph.angles.checks import (
     as_count,
     as_dtype,
     as_factor,
+    as_flag,
     as_number,
     as_rotated,
 )
@@ -59,15 +60,14 @@ def yarn(
     dtype = as_dtype("yarn", dtype)
     fast = as_number("yarn", "beta_fast", 32.0 if beta_fast is None else beta_fast)
     slow = as_number("yarn", "beta_slow", 1.0 if beta_slow is None else beta_slow)
-    if not isinstance(truncate, bool):
-        raise GraphError(f"yarn: truncate={truncate!r:.60}; use True or False")
+    whole = as_flag("yarn", "truncate", truncate)
 
     def pair_turning(times: float) -> float:
         """The pair, as a fraction, that turns so many times in the original context."""
         return rotated * math.log(original / (2.0 * math.pi * times)) / (2.0 * math.log(theta))
 
     low, high = pair_turning(fast), pair_turning(slow)
-    if truncate:
+    if whole:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     if low > high:
