@@ -52,7 +52,8 @@ def _finite(given: object) -> float | None:
         number = float(given)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    # Not math.isfinite: torch.compile can trace a comparison.
+    return number if abs(number) < math.inf else None
 
 
 def as_rotated(where: str, head_dim: object, partial_rotary_factor: object) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ropegraph.angles.checks import as_dtype
+from ropegraph.angles.checks import as_dtype, as_factor
 from ropegraph.angles.result import RopeAngles
 from ropegraph.errors import GraphError
 
@@ -65,9 +65,10 @@ def cos_sin(
         raise GraphError(f"cos_sin: angles are {angles.dtype}; use torch.float32 or torch.float64")
     if dtype not in _TABLE_DTYPES:
         raise GraphError(f"cos_sin: dtype={dtype!r:.60}; use a floating type of 16 bits or more")
+    factor = as_factor("cos_sin", "attention_factor", attention_factor)
     cos, sin = angles.cos(), angles.sin()
-    if attention_factor != 1.0:
-        cos, sin = cos * attention_factor, sin * attention_factor
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     return cos.to(dtype), sin.to(dtype)
 
 

@@ -66,15 +66,16 @@ def yarn(
         """The pair, as a fraction, that turns so many times in the original context."""
         return rotated * math.log(original / (2.0 * math.pi * times)) / (2.0 * math.log(theta))
 
+    if fast < slow:
+        raise GraphError(f"yarn: beta_fast={fast:g} is less than beta_slow={slow:g}; swap them")
     low, high = pair_turning(fast), pair_turning(slow)
     if whole:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     if low > high:
         raise GraphError(
-            f"yarn: beta_fast={fast:g} and beta_slow={slow:g} turns in {name}={original} are at "
-            f"pairs {low:g} and {high:g} of {rotated // 2}; use values that put the first before "
-            "the second"
+            f"yarn: {name}={original} with rope_theta={theta:g} puts the blend from pair {low:g} "
+            f"to {high:g} of {rotated // 2}; it must end where it starts or later"
         )
     scale = positions_per_radian(theta, rotated, device=device, dtype=dtype)
     keep = 1.0 - _ramp(low, high, scale)
