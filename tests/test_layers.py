@@ -117,6 +117,9 @@ def test_every_package_has_its_place_in_the_order() -> None:
         ("testing.oracle", "engines.reference", True),
         ("testing.oracle", "engines.cudnn_sdpa", False),
         ("angles.yarn", "ir.graph", False),
+        ("angles.yarn", "angles.powers", True),
+        ("angles.tables", "api.checks", False),
+        ("functional", "angles.tables", True),
         ("cli.demo", "pygraph", True),
         ("ir.graph", "pygraph", False),
     ],
@@ -132,6 +135,13 @@ def test_graphs_are_rewritten_without_torch(layer: str) -> None:
         if dotted(path).split(".")[0] == layer:
             used = {name.split(".")[0] for name in imports(path)} & heavy
             assert not used, f"{dotted(path)} imports {sorted(used)}"
+
+
+def test_angles_need_torch_alone() -> None:
+    allowed = {"torch", "ropegraph"} | set(sys.stdlib_module_names)
+    for path in (PACKAGE / "angles").glob("*.py"):
+        used = {name.split(".")[0] for name in imports(path)} - allowed
+        assert not used, f"{dotted(path)} imports {sorted(used)}"
 
 
 CUDA_FREE = """
