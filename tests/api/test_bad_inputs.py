@@ -469,8 +469,8 @@ def test_no_type_at_all():
     assert len(g.plan.steps) == 1, "what was wrong may be mended"
 
 
-def refused(make: Make, text: str) -> str:
-    draft = Draft()
+def refused(make: Make, text: str, draft: Any = None) -> str:
+    draft = draft or Draft()
     with pytest.raises(GraphError) as caught:
         make(draft)
     message = str(caught.value)

@@ -72,10 +72,11 @@ def numbers(seed: int, n: int) -> Tensor:
 def test_fma_is_rounded_once(seed):
     n = 2000
     a, b, c = (numbers(3 * seed + i, n) for i in range(3))
-    half = n // 2
-    # Sums a hair beside a tie: the case in which rounding twice gives another neighbour.
-    product = (a[:half] * b[:half]).double()
-    c[:half] = (product * 2.0**-24 * (1 + c[:half].double() * 2.0**-40)).float()
+    # Sums 2^-70 beside a tie, on either side: (1 + k u) (1 - k u) is a little less than 1.
+    k = torch.randint(1, 60, (n // 2,), generator=torch.Generator().manual_seed(seed)) * 2.0**-23
+    a[: n // 2], b[: n // 2] = 1 + k, (1 - k) * 2.0**-24 * a[: n // 2].sign()
+    a[: n // 2] *= c[: n // 2].sign() * torch.where(k > 30 * 2.0**-23, 1, -1)
+    c[: n // 2] = c[: n // 2].sign() * (1 + torch.arange(n // 2) * 2.0**-23)
     if seed == 1:  # results that are subnormal
         a, b, c = a * 2.0**-60, b * 2.0**-60, c * 2.0**-125
     got = fma(a, b, c)

@@ -52,7 +52,7 @@ def _both(attrs: Rotation, table: Tensor, found: Places) -> tuple[Tensor, Tensor
     """The columns for both lanes of a table [s_max, 1 or b, 1, width], a row for every place."""
     count, batches = table.shape[:2]
     row = torch.tensor([[_row(p, count) for p in entry] for entry in found], dtype=torch.int64)
-    row = row.reshape(len(found), -1).to(table.device)
+    row = row.to(table.device)
     own = torch.arange(len(found), device=table.device)[:, None] if batches > 1 else 0
     rows = table[row, own, 0][:, None]
     first, second = _columns(attrs)

@@ -40,6 +40,10 @@ class RunRope:
     @torch.no_grad()
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         step, attrs = self.step, self.attrs
+        target = next(iter(step.node.outputs))
+        if not all(step.value(next(iter(step.node.inputs))).dim):  # nothing is rotated
+            scatter(step, target, env, torch.zeros(step.value(target).dim))
+            return
         found = places(step, attrs, env)
         wrong = outside(step, attrs, found)
         if wrong and env[step.slot(next(iter(step.node.inputs)))].is_cpu:
@@ -60,7 +64,7 @@ class RunRope:
         result[_rows(found, result.device).expand(result.shape[:3])] = 0.0
         for i, row in wrong:
             result[i, :, row] = torch.nan
-        scatter(step, next(iter(step.node.outputs)), env, result)
+        scatter(step, target, env, result)
 
     def _turn(
         self,
