@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ropegraph.dtypes import DType, as_dtype
-from ropegraph.engines.cuda_rope.job import parts_of, ports_of
+from ropegraph.engines.cuda_rope.job import parts_of
+from ropegraph.engines.cuda_rope.kind import ports_of
 from ropegraph.engines.reference import Reference
 from ropegraph.ir.graph import Node, Value
 from ropegraph.ir.ops import Rope, RopeBackward, RopePair

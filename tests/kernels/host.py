@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.job import Job, jobs_of
-from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, RaggedLaunch
+from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, launch_of
 from ropegraph.engines.cuda_rope.params import Params
 from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
@@ -90,10 +90,12 @@ def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> DenseL
     jobs = active_jobs(step)
     loaded = Loaded(driver, 1, VECTOR, SINGLE)
     shape = shape_of(jobs, widest_vector(jobs))
-    if jobs[0].offsets is None:
-        return DenseLaunch(step.name, jobs, loaded, shape)
-    assert flag is not None
-    return RaggedLaunch(step.name, jobs, loaded, shape, flag)
+
+    def new_flag() -> Tensor:
+        assert flag is not None
+        return flag
+
+    return launch_of(step.name, jobs, loaded, shape, new_flag)
 
 
 def active_jobs(step: Step) -> tuple[Job, ...]:

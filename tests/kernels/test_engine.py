@@ -58,11 +58,10 @@ def test_takes_16_and_32_bit_types_from_sm_80_on(dtype: torch.dtype) -> None:
         (dense(), Device("cuda", 0, 75), "needs sm_80 or newer, this is sm_75"),
         (dense(dtype=torch.float64), H200, "input is fp64, not fp16, bf16 or fp32"),
         (dense(Rope(8, 0, compute=DType.DOUBLE)), H200, "computes in fp32, fp64 is asked for"),
-        (dense(Rope(8, 0, numerics="hf")), H200, "numerics='hf'"),
-        (dense(Rope(8, 0, angles="cos_sin")), H200, "angles come from cos_sin"),
-        (dense(Rope(8, 0, cp_size=2)), H200, "cp_size=2"),
+        (dense(Rope(8, 0, numerics="hf")), H200, "numerics='hf' reads tables of cos and sin"),
+        (dense(Rope(8, 0, 0.5, numerics="nemo")), H200, "no room for a scale"),
         (pair(Rope(8, 0, interleaved_output=True)), H200, "two layouts"),
-        (pair(Rope(8, 0), torch.float16), H200, "read as bf16 and fp16"),
+        (pair(Rope(8, 0), torch.float16), H200, "two data types: bf16, bf16; fp16, fp16"),
     ],
 )
 def test_a_reason_for_each_rule(given: Case, device: Device, reason: str) -> None:
@@ -70,7 +69,7 @@ def test_a_reason_for_each_rule(given: Case, device: Device, reason: str) -> Non
 
 
 def test_every_broken_rule_is_named_not_the_first() -> None:
-    op = Rope(8, 0, numerics="nemo", cp_size=2, compute=DType.DOUBLE)
+    op = Rope(8, 0, 0.5, numerics="nemo", compute=DType.DOUBLE)
     broken = why_not(dense(op, torch.float64), Device("cuda", 0, 70))
     assert len(broken) == 6
     assert sum("fp64, not" in text for text in broken) == 2
@@ -81,11 +80,11 @@ def test_another_port_or_a_wide_table_is_named() -> None:
         Rope(8, 0),
         input=normal((1, 1, 5, 8), BF16),
         freqs=torch.zeros(5, 1, 1, 8, dtype=torch.float64),
-        position_ids=torch.zeros(1, 5, dtype=torch.int32),
+        scale=torch.zeros(1, 5, dtype=torch.int32),
         output=normal((1, 1, 5, 8), BF16),
     )
     assert why_not(given) == (
-        "position_ids is not read by the kernel",
+        "scale is not read by the kernel",
         "freqs is fp64, not fp32",
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.launch import RaggedLaunch
-from ropegraph.engines.cuda_rope.params import FLAG, job_word
+from ropegraph.engines.cuda_rope.params import job_word
 from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir.ops import Rope, RopePair
 from ropegraph.testing.inputs import normal
@@ -164,7 +164,7 @@ def test_a_ragged_grid_covers_the_buffer_of_the_call() -> None:
         empty[given.step.slot(port)] = torch.zeros(0, dtype=BF16)
     exe(empty, 0)
     first, second = driver.launches
-    assert words(first)[FLAG] == flag.data_ptr()
+    assert words(first)[job_word(0, "flag")] == flag.data_ptr()
     assert words(first)[job_word(0, "x_room")] == 7 * h * d
     assert words(second)[job_word(0, "y_room")] == 700 * h * d
     assert first.grid[0] * 4 >= 7

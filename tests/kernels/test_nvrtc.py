@@ -6,10 +6,12 @@ of dtypes with each pair of layouts, and the usual variants for every architectu
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from ropegraph.dtypes import DType
+from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.variant import Variant
 from tests.kernels.nvrtc import compile_variant
 
@@ -30,7 +32,8 @@ def usual() -> Iterator[tuple[str, Variant]]:
     ):
         warps = 4 if passes else 1
         vec = widest(dtype, dtype)
-        yield arch, Variant(dtype, dtype, False, False, False, passes, index, vec, 2, warps)
+        kind = Kind(dtype, dtype, sequences="ragged" if index else "dense")
+        yield arch, Variant(kind, passes, vec, 2, warps)
 
 
 def mixed() -> Iterator[tuple[str, Variant]]:
@@ -41,10 +44,10 @@ def mixed() -> Iterator[tuple[str, Variant]]:
         vec = max(1, widest(read, written) >> i % 5 % 4)
         angles = min(vec, 1 << i % 4)
         full, passes, index = bool(i // 2 % 2), bool(i // 3 % 2), INDEXES[i % 4]
-        yield (
-            ARCHS[i % 4],
-            Variant(read, written, *layout, full, passes, index, vec, angles, 1 if i % 3 else 4),
-        )
+        kind = Kind(read, written, *layout, full)
+        if index is not None:
+            kind = replace(kind, sequences="ragged", index=index)
+        yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4)
 
 
 @pytest.mark.parametrize("plan", [usual, mixed])

@@ -6,7 +6,8 @@ import pytest
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope import shape
-from ropegraph.engines.cuda_rope.job import Angles, Four, Job, Side
+from ropegraph.engines.cuda_rope.job import Four, Job, Side, Table
+from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.params import JobParams, job_word
 from ropegraph.engines.cuda_rope.shape import Split, grid_of, shape_of, widest_vector
 
@@ -30,16 +31,17 @@ def job(
 ) -> Job:
     stride = stride or row_major(dim)
     return Job(
+        kind=Kind(read, written),
         x=Side(0, read, stride),
         y=Side(1, written, row_major(dim)),
-        angles=Angles(2, 0, 128, 1, 0),
+        angles=Table(2, 0, 128, 1, 0),
+        sines=None,
+        rows=dim[2],
+        positions=None,
         offsets=None,
         dim=dim,
         begin=begin,
         pairs=pairs or dim[3] // 2,
-        read_pairs=False,
-        write_pairs=False,
-        is_full=False,
         is_adjoint=False,
         sign=1.0,
         factor=1.0,

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from ropegraph.dtypes import INDEX, DType, short
-from ropegraph.engines.cuda_rope.job import is_full, parts_of, ports_of
+from ropegraph.engines.cuda_rope.job import parts_of
+from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
 from ropegraph.ir.graph import Value
-from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair, Rotation
+from ropegraph.ir.ops import (
+    ANGLE_PORTS,
+    POSITION_PORTS,
+    Op,
+    Rope,
+    RopeBackward,
+    RopePair,
+    Rotation,
+)
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
@@ -43,20 +52,23 @@ class CudaRope:
 
 def _attributes(attrs: Rotation) -> list[str]:
     broken: list[str] = []
-    if attrs.angles != "freqs":
-        broken.append(f"angles come from {attrs.angles}; the kernel reads freqs")
-    if attrs.numerics != "fp32":
-        broken.append(f"numerics={attrs.numerics!r} asks for other roundings than the kernel's")
     if attrs.compute is DType.DOUBLE:
         broken.append("computes in fp32, fp64 is asked for")
-    if attrs.cp_size != 1:
-        broken.append(f"cp_size={attrs.cp_size}: row i of the table must belong to token i")
+    if attrs.numerics == "fp32":
+        return broken
+    if attrs.angles not in ("cos_sin", "packed"):
+        broken.append(
+            f"numerics={attrs.numerics!r} reads tables of cos and sin, not {attrs.angles}"
+        )
+    if attrs.output_scale != 1.0 or (attrs.numerics == "nemo" and attrs.attention_factor != 1.0):
+        broken.append(f"numerics={attrs.numerics!r} leaves no room for a scale")
     return broken
 
 
 def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     read, written = ports_of(attrs, suffix)
-    known = {read, written, "freqs" + suffix}
+    tables = tuple(port + suffix for port in ANGLE_PORTS[attrs.angles])
+    known = {read, written, *tables, *(port + suffix for port in POSITION_PORTS)}
     broken = [
         f"{port} is not read by the kernel"
         for port in step.node.inputs
@@ -66,24 +78,34 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     for port, value in values.items():
         if value.dtype not in _SERVED:
             broken.append(f"{port} is {short(value.dtype)}, not fp16, bf16 or fp32")
-        if value.is_host:
-            broken.append(f"{port} is passed by value")
         if any(n >= _LIMIT for n in value.dim):
             broken.append(f"{port} {list(value.dim)} has an extent of 2^30 or more")
-    if step.has("freqs" + suffix):
-        table = step.value("freqs" + suffix)
-        if table.dtype is not DType.FLOAT:
-            broken.append(f"freqs is {short(table.dtype)}, not fp32")
-    return broken + _ragged(step, values[read], values[written])
+    broken += [
+        f"{port} is passed by value"
+        for port in sorted(known)
+        if step.has(port) and step.value(port).is_host
+    ]
+    for port in tables:
+        dtype = step.value(port).dtype
+        if attrs.angles in ("freqs", "inv_freq") and dtype is not DType.FLOAT:
+            broken.append(f"{port} is {short(dtype)}, not fp32")
+        elif dtype not in _SERVED:
+            broken.append(f"{port} is {short(dtype)}, not fp16, bf16 or fp32")
+    for name in POSITION_PORTS:
+        if step.has(port := name + suffix) and step.value(port).dtype not in INDEX:
+            broken.append(f"{port} is {short(step.value(port).dtype)}, not int32 or int64")
+    return broken + _ragged(step, values[read], values[written], "cu_seqlens" + suffix)
 
 
-def _ragged(step: Step, x: Value, y: Value) -> list[str]:
+def _ragged(step: Step, x: Value, y: Value, bounds: str) -> list[str]:
     """Both or neither, with the same offsets and the same stride from token to token."""
     if x.ragged_offset is None and y.ragged_offset is None:
         return []
     if x.ragged_offset != y.ragged_offset or x.ragged_multiplier != y.ragged_multiplier:
         return [f"{x.name!r} and {y.name!r} lie at different ragged offsets"]
     broken: list[str] = []
+    if step.has(bounds):
+        broken.append(f"{bounds} and ragged offsets both say where the sequences of {x.name!r} lie")
     if x.stride[2] != y.stride[2] or x.stride[2] < 1:
         broken.append(
             f"ragged {x.name!r} and {y.name!r} have strides {x.stride[2]} and {y.stride[2]} from "
@@ -95,22 +117,28 @@ def _ragged(step: Step, x: Value, y: Value) -> list[str]:
     return broken
 
 
+# What one launch cannot vary between its two rotations, by fields of Kind.
+_ONE_OF = {
+    ("read", "written"): "the pair has two data types",
+    ("read_pairs", "write_pairs", "is_full"): "the pair has two layouts of channels or tables",
+    ("source", "table"): "the pair takes its angles from two kinds of tables",
+    ("position", "id"): "the pair takes its positions from two kinds of tensors",
+    ("sequences", "index"): "the pair has sequences bounded in two ways",
+    ("numerics",): "the pair rounds in two ways",
+}
+
+
 def _pair(step: Step) -> list[str]:
-    """What one launch cannot vary between its two rotations."""
-    parts = parts_of(step)
-    if len(parts) < 2:
+    kinds = [kind_of(step, attrs, suffix) for attrs, suffix in parts_of(step)]
+    if len(kinds) < 2:
         return []
-    (a, first), (b, second) = parts
     broken: list[str] = []
-    for i, what in enumerate(("read", "written")):
-        x, y = (step.value(ports_of(p, s)[i]) for p, s in parts)
-        if x.dtype is not y.dtype:
-            broken.append(f"the pair is {what} as {short(x.dtype)} and {short(y.dtype)}")
-    x, y = (step.value(ports_of(p, s)[0]) for p, s in ((a, first), (b, second)))
-    kinds = [step.values[v.ragged_offset].dtype if v.ragged_offset else None for v in (x, y)]
-    if kinds[0] is not kinds[1]:
-        broken.append("the pair has ragged offsets of two kinds")
-    layouts = [(p.interleaved, p.interleaved_output, is_full(p)) for p in (a, b)]
-    if layouts[0] != layouts[1]:
-        broken.append("the pair has two layouts of channels or tables")
+    for names, text in _ONE_OF.items():
+        one, two = ([getattr(kind, name) for name in names] for kind in kinds)
+        if one != two:
+            broken.append(f"{text}: {_words(one)}; {_words(two)}")
     return broken
+
+
+def _words(values: list[object]) -> str:
+    return ", ".join(short(v) if isinstance(v, DType) else str(v) for v in values)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropegraph.dtypes import DType
+from ropegraph.engines.cuda_rope.kind import Kind, is_full, kind_of, ports_of
 from ropegraph.ir.graph import Value
-from ropegraph.ir.ops import Rope, RopeBackward, RopePair, Rotation
+from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopePair, Rotation
 from ropegraph.lowering.engine import Step
 
 Four = tuple[int, int, int, int]
@@ -22,10 +23,11 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Angles:
-    """A table of radians.  Steps in elements: to the next batch entry, position and pair.
+class Table:
+    """Numbers for each pair.  Steps in elements: to the next batch entry, row and pair.
 
     second: from the column of a pair's first written channel to that of its second one.
+    offset: where it starts in its tensor.
     """
 
     slot: int
@@ -33,40 +35,53 @@ class Angles:
     row: int
     pair: int
     second: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of tokens, or the positions at which sequences start.  Steps in elements."""
+
+    slot: int
+    batch: int
+    row: int
 
 
 @dataclass(frozen=True)
 class Offsets:
-    """Where the sequences of a ragged tensor start: [b + 1], times ``multiplier`` elements."""
+    """Where ``count`` sequences start: [count + 1], in ``multiplier`` elements, or in tokens."""
 
     slot: int
-    dtype: DType
-    multiplier: int
+    count: int
+    multiplier: int = 1
 
 
 @dataclass(frozen=True)
 class Job:
     """One rotation.  begin, pairs: channels [begin, begin + 2 pairs) turn.
 
-    read_pairs, write_pairs: pairs lie side by side, else half a segment apart.
-    is_adjoint: sines come from the partner's column, where each channel has its own.
+    angles: those of the cosines where there are sines.  rows: positions that the tables have,
+    0 for any.  is_adjoint: sines come from the partner's column, where each channel has its own.
     sign: of the sines.  factor, scale: of the channels that turn, of the others.
     """
 
+    kind: Kind
     x: Side
     y: Side
-    angles: Angles
+    angles: Table
+    sines: Table | None
+    rows: int
+    positions: Positions | None
     offsets: Offsets | None
     dim: Four
     begin: int
     pairs: int
-    read_pairs: bool
-    write_pairs: bool
-    is_full: bool
     is_adjoint: bool
     sign: float
     factor: float
     scale: float
+    cp_size: int = 1
+    cp_rank: int = 0
 
     @property
     def passes(self) -> bool:
@@ -76,6 +91,11 @@ class Job:
     @property
     def is_empty(self) -> bool:
         return 0 in self.dim
+
+    @property
+    def is_watched(self) -> bool:
+        """True if the kernel reads integers that may be wrong."""
+        return self.offsets is not None or bool(self.positions and self.rows)
 
 
 def parts_of(step: Step) -> list[tuple[Rope | RopeBackward, str]]:
@@ -87,12 +107,6 @@ def parts_of(step: Step) -> list[tuple[Rope | RopeBackward, str]]:
     return [(attrs, "")]
 
 
-def ports_of(attrs: Rotation, suffix: str) -> tuple[str, str]:
-    """The ports of what is read and what is written."""
-    read, written = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
-    return read + suffix, written + suffix
-
-
 def jobs_of(step: Step) -> tuple[Job, ...]:
     """The one or two jobs of a step that the engine takes."""
     return tuple(_job(step, attrs, suffix) for attrs, suffix in parts_of(step))
@@ -102,29 +116,27 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
     read, written = ports_of(attrs, suffix)
     x = step.value(read)
     is_adjoint = isinstance(attrs, RopeBackward)
-    pairs = (attrs.interleaved, attrs.interleaved_output)
-    read_pairs, write_pairs = pairs[::-1] if is_adjoint else pairs
+    angles, sines = _tables(step, attrs, suffix)
+    rows = 0 if attrs.angles == "inv_freq" else step.value(_table_ports(attrs, suffix)[0]).dim[0]
     return Job(
+        kind=kind_of(step, attrs, suffix),
         x=_side(step, read),
         y=_side(step, written),
-        angles=_angles(step, attrs, "freqs" + suffix),
-        offsets=_offsets(step, x),
+        angles=angles,
+        sines=sines,
+        rows=rows,
+        positions=_positions(step, suffix),
+        offsets=_offsets(step, x, suffix),
         dim=_four(x.dim),
         begin=attrs.rope_offset,
         pairs=attrs.rope_dim // 2,
-        read_pairs=read_pairs,
-        write_pairs=write_pairs,
-        is_full=is_full(attrs),
         is_adjoint=is_adjoint,
         sign=1.0 if is_adjoint == attrs.inverse else -1.0,
         factor=attrs.output_scale * attrs.attention_factor,
         scale=attrs.output_scale,
+        cp_size=attrs.cp_size,
+        cp_rank=attrs.cp_rank,
     )
-
-
-def is_full(attrs: Rotation) -> bool:
-    """True if each written channel has a column of its own."""
-    return attrs.table_layout == "full" and not attrs.half_width
 
 
 def _side(step: Step, port: str) -> Side:
@@ -136,25 +148,51 @@ def _side(step: Step, port: str) -> Side:
     return Side(step.slot(port), value.dtype, _four(stride))
 
 
-def _angles(step: Step, attrs: Rotation, port: str) -> Angles:
+def _table_ports(attrs: Rotation, suffix: str) -> tuple[str, ...]:
+    return tuple(port + suffix for port in ANGLE_PORTS[attrs.angles])
+
+
+def _tables(step: Step, attrs: Rotation, suffix: str) -> tuple[Table, Table | None]:
+    """The angles, or the cosines and the sines."""
+    ports = _table_ports(attrs, suffix)
+    if attrs.angles == "inv_freq":
+        return Table(step.slot(ports[0]), 0, 0, step.value(ports[0]).stride[-1], 0), None
+    if attrs.angles == "packed":
+        width = attrs.rope_dim // 2 if attrs.half_width else attrs.rope_dim
+        offset = width * step.value(ports[0]).stride[3]
+        return _table(step, attrs, ports[0]), _table(step, attrs, ports[0], offset)
+    first, *others = (_table(step, attrs, port) for port in ports)
+    return first, others[0] if others else None
+
+
+def _table(step: Step, attrs: Rotation, port: str, offset: int = 0) -> Table:
     table = step.value(port)
     row, batch, _, column = table.stride
-    if attrs.half_width or attrs.table_layout == "first_half":
-        pair, second = column, 0
-    elif attrs.table_layout == "pairs":
-        pair, second = 2 * column, 0
+    if not is_full(attrs):
+        is_spread = attrs.table_layout == "pairs" and not attrs.half_width
+        pair, second = column * (2 if is_spread else 1), 0
     elif attrs.interleaved_output:
         pair, second = 2 * column, column
     else:
         pair, second = column, attrs.rope_dim // 2 * column
-    return Angles(step.slot(port), 0 if table.dim[1] == 1 else batch, row, pair, second)
+    return Table(step.slot(port), 0 if table.dim[1] == 1 else batch, row, pair, second, offset)
 
 
-def _offsets(step: Step, value: Value) -> Offsets | None:
-    name = value.ragged_offset
-    if name is None:
+def _positions(step: Step, suffix: str) -> Positions | None:
+    if step.has(port := "position_ids" + suffix):
+        ids = step.value(port)
+        return Positions(step.slot(port), 0 if ids.dim[0] == 1 else ids.stride[0], ids.stride[1])
+    if step.has(port := "start_positions" + suffix):
+        return Positions(step.slot(port), step.value(port).stride[0], 0)
+    return None
+
+
+def _offsets(step: Step, x: Value, suffix: str) -> Offsets | None:
+    if step.has(port := "cu_seqlens" + suffix):
+        return Offsets(step.slot(port), step.value(port).dim[0] - 1)
+    if x.ragged_offset is None:
         return None
-    return Offsets(step.slots[name], step.values[name].dtype, value.ragged_multiplier)
+    return Offsets(step.slots[x.ragged_offset], x.dim[0], x.ragged_multiplier)
 
 
 def _four(numbers: tuple[int, ...]) -> Four:

@@ -8,7 +8,7 @@ import torch
 
 from ropegraph.engines.cuda_rope.cupy_types import device_guard, import_cupy
 from ropegraph.engines.cuda_rope.job import jobs_of
-from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, Nothing, RaggedLaunch
+from ropegraph.engines.cuda_rope.launch import Loaded, Nothing, launch_of
 from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
 from ropegraph.lowering.engine import Device, Executable, Step
@@ -37,9 +37,11 @@ def build(step: Step, device: Device) -> Executable:
         return Nothing()
     shape = shape_of(jobs, widest_vector(jobs))
     loaded = load(variant_of(jobs, shape), device.index)
-    if jobs[0].offsets is None:
-        return DenseLaunch(step.name, jobs, loaded, shape)
-    where = torch.device("cuda", device.index)
-    flag = torch.zeros(1, dtype=torch.int32, device=where)
-    torch.cuda.synchronize(where)
-    return RaggedLaunch(step.name, jobs, loaded, shape, flag)
+
+    def new_flag() -> torch.Tensor:
+        where = torch.device("cuda", device.index)
+        flag = torch.zeros(1, dtype=torch.int32, device=where)
+        torch.cuda.synchronize(where)
+        return flag
+
+    return launch_of(step.name, jobs, loaded, shape, new_flag)

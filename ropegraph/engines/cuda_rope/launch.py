@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,8 +17,10 @@ from ropegraph.errors import GraphError, InternalError
 
 # Bits that the kernel sets in its flag.
 FAULTS = {
-    1: "ragged offsets are negative or decrease",
-    2: "a ragged sequence ends past its buffer",
+    1: "ragged offsets or cu_seqlens are negative or decrease",
+    2: "a ragged or packed sequence ends past its buffer",
+    4: "a position lies outside of the table",
+    8: "the length of a sequence is no multiple of 2 cp_size",
 }
 
 
@@ -45,14 +47,16 @@ class _Block(threading.local):
 class _Kernel:
     """A kernel for given jobs.  pointers: word of the block, slot, address bits that must be 0."""
 
-    def __init__(self, function: int, jobs: Sequence[Job], shape: Shape, warps: int) -> None:
+    def __init__(
+        self, function: int, jobs: Sequence[Job], shape: Shape, warps: int, flag: int
+    ) -> None:
         self.function, self.parts, self.warps = function, shape.parts, warps
-        if jobs[0].offsets is None:
-            batch, tiles = max(job.dim[0] for job in jobs), shape.tiles
-        else:
+        if jobs[0].kind.sequences == "ragged":
             batch, tiles = 1, warps  # of each call its own
+        else:
+            batch, tiles = max(job.dim[0] for job in jobs), shape.tiles
         self.grid = grid_of(batch, tiles, shape.parts, warps, shape.log_group)
-        self.block = _Block(packed(jobs, shape, self.grid))
+        self.block = _Block(packed(jobs, shape, self.grid, flag))
         self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
 
 
@@ -62,13 +66,15 @@ class DenseLaunch:
     can_be_captured = True
     calls_torch = False
 
-    def __init__(self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape) -> None:
+    def __init__(
+        self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: int = 0
+    ) -> None:
         self.name, self.jobs = name, tuple(jobs)
         self.driver, self.context = loaded.driver, loaded.context
-        self.slow = _Kernel(loaded.single, jobs, shape_of(jobs, 1), shape.warps)
+        self.slow = _Kernel(loaded.single, jobs, shape_of(jobs, 1), shape.warps, flag)
         self.fast = self.slow
         if shape.vec > 1:
-            self.fast = _Kernel(loaded.vector, jobs, shape, shape.warps)
+            self.fast = _Kernel(loaded.vector, jobs, shape, shape.warps, flag)
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         kernel = self._patched(env)
@@ -95,7 +101,7 @@ class DenseLaunch:
         an earlier one wrote.
         """
         for job in self.jobs:
-            if job.read_pairs == job.write_pairs or job.pairs <= LANES:
+            if job.kind.read_pairs == job.kind.write_pairs or job.pairs <= LANES:
                 continue
             if env[job.x.slot].data_ptr() == env[job.y.slot].data_ptr():
                 raise GraphError(
@@ -123,27 +129,30 @@ class DenseLaunch:
                 driver.ctxSetCurrent(current)
 
 
-class RaggedLaunch(DenseLaunch):
-    """The same for sequences at offsets: the grid covers the tokens that the buffers have room for.
+class WatchedLaunch(DenseLaunch):
+    """The same where the kernel reads integers that may be wrong: positions, bounds of sequences.
 
-    flag: one int32 on the device, which collects what was wrong with offsets.
+    flag: one int32 on the device, which collects what was wrong with them.
     """
 
     def __init__(
         self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: Tensor
     ) -> None:
-        super().__init__(name, jobs, loaded, shape)
+        super().__init__(name, jobs, loaded, shape, flag.data_ptr())
         self.flag = flag
 
     def faults(self) -> tuple[str, ...]:
-        """What was wrong with offsets since the build. Waits for the device."""
+        """What was wrong since the build. Waits for the device."""
         bits = int(self.flag.item())
         return tuple(text for bit, text in FAULTS.items() if bits & bit)
+
+
+class RaggedLaunch(WatchedLaunch):
+    """The same for sequences at offsets: the grid covers the tokens that the buffers have room for."""
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         kernel = self._patched(env)
         params = kernel.block.params
-        params.flag = self.flag.data_ptr()
         most = 0
         for job, target in zip(self.jobs, (params.first, params.second), strict=False):
             target.x_room, target.y_room = _room(env[job.x.slot]), _room(env[job.y.slot])
@@ -159,6 +168,16 @@ def _room(buffer: Tensor) -> int:
     if not buffer.numel():
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(buffer.shape, buffer.stride(), strict=True))
+
+
+def launch_of(
+    name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, new_flag: Callable[[], Tensor]
+) -> DenseLaunch:
+    """The launch for these jobs.  new_flag: makes the flag of one that needs it."""
+    if not any(job.is_watched for job in jobs):
+        return DenseLaunch(name, jobs, loaded, shape)
+    is_ragged = jobs[0].kind.sequences == "ragged"
+    return (RaggedLaunch if is_ragged else WatchedLaunch)(name, jobs, loaded, shape, new_flag())
 
 
 class Nothing:

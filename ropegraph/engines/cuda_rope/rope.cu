@@ -1,8 +1,8 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
 //
-// A warp owns a share of the heads of a token, or of a few tokens. A token is one row of the angle
-// table. The warp's lanes take the sines and cosines of these rows once, a few a lane, and hand
-// them round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit
+// A warp owns a share of the heads of a token, or of a few tokens. A token has one position. The
+// warp's lanes take the sines and cosines of these positions once, a few a lane, and hand them
+// round by shuffles. Then the warp walks over its heads, ROPE_FLIGHT units in flight. A unit
 // is what fits into 32 lanes where each lane holds V pairs of channels (two loads of 16 bytes in
 // the fast kernel): several heads of a token, or one of several tokens, whichever lie side by side.
 //
@@ -12,8 +12,16 @@
 //   ROPE_WRITE_PAIRS       the same for what is written
 //   ROPE_FULL              1: each written channel has its own column of the table
 //   ROPE_PASS              1: some channels lie outside the rotation
-//   ROPE_RAGGED            1: sequences lie at offsets read here, positions restart in each
-//   ROPE_INDEX             type of these offsets
+//   ROPE_SOURCE            0: a table of angles, 1: tables of cosines and of sines, 2: radians a
+//                          position, their product with it rounded to fp32, 3: the same, exact
+//   ROPE_TABLE             element type of these tables
+//   ROPE_POSITION          the position is 0: the row, 1: read for each token, 2: start + chunk
+//   ROPE_ID                type of positions and starts
+//   ROPE_SEQUENCES         1: they lie at offsets read here, 2: they are packed along s, their
+//                          bounds are read here; positions restart in each; 0: one a batch entry
+//   ROPE_INDEX             type of these offsets or bounds
+//   ROPE_NUMERICS          0: fp32, rounded once, 1: the same in NeMo's order, 2: every product
+//                          and sum rounded to the type read, as Hugging Face's eager formula
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
 //   ROPE_ANGLES            angles a lane takes there: those of a warp's tokens / 32, up to 2^n
 //   ROPE_FLIGHT, ROPE_WARPS, ROPE_RESIDENT   units in flight; warps a block; warps an SM at least
@@ -37,6 +45,9 @@ constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = ROPE_FULL ? 2 : 1;
 constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
+constexpr bool kIsTable = ROPE_SOURCE == 1, kIsExact = ROPE_SOURCE == 3;
+// A position that no row of the table belongs to can only be noticed here.
+constexpr bool kIsChecked = ROPE_SOURCE < 2 && (ROPE_POSITION || ROPE_SEQUENCES == 2);
 
 // Units of V pairs in flight: as many bytes, up to 8 units, where vectors are narrow.
 template <int V>
@@ -51,35 +62,46 @@ struct Split {
   int magic;  // 1024 / lanes, rounded up
 };
 
+// A table. Steps to the next batch entry's, to the next row, to the next pair's column, and from
+// a pair's first column to its second. Where it has no rows, the steps to them are 0.
+struct Table {
+  const ROPE_TABLE* at;
+  long long b, s, pair, second;
+};
+
 // One rotation. Strides and offsets count elements and are 64 bits wide: a large outer stride takes
 // an offset past 2^31 in a small tensor.
 struct Job {
   const ROPE_IN* x;
   ROPE_OUT* y;
-  const float* angles;
-  const ROPE_INDEX* offsets;           // ragged: [batch + 1], times multiplier
+  Table angles, sines;                 // the angles' is that of the cosines, if there are sines
+  long long sine_offset;               // where the sines start in their tensor
+  long long table_rows;
+  const ROPE_ID* ids;                  // positions of tokens, or starts; null: all start at 0
+  long long id_b, id_s;
+  const ROPE_INDEX* offsets;           // ragged: [batch + 1], times multiplier; packed: in tokens
   long long multiplier, offset_limit;  // no offset above this one lies in a buffer
   long long x_room, y_room;            // ragged: elements of the buffers
-  unsigned long long token_magic;      // 2^64 / x_s, rounded up; 0 if x_s is 1
+  unsigned long long token_magic;      // 2^64 / what a token adds to an offset, up; 0 if that is 1
+  unsigned* flag;
   long long x_b, x_h, x_s, x_d;
   long long y_b, y_h, y_s, y_d;
-  long long angle_b, angle_s;          // to the next table, to the next row of a table
-  long long angle_pair, angle_second;  // to the next pair's column; from its first to its second
-  int batch, heads, rows, dim;         // b, h, s, d
+  int cp_size, cp_rank;
+  int batch, heads, rows, dim;         // sequences (b if each is a batch entry), h, s, d
   int tokens;                          // tokens a batch entry; ragged: of the whole buffer
   int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs)
   int part_heads;                      // heads that one warp takes
   Split turn, pass;                    // for the rotated channels, for the others
   int adjoint;                         // 1: sines come from the partner's column
   float sign;                          // of the sines: the direction
-  float factor, scale;                 // of the rotated channels; of the others
+  float factor, scale;                 // of the rotated channels (ROPE_NUMERICS 2: of cosines and
+                                       // sines); of the others
 };
 
 // grid.x: tiles of tokens times parts; a part is a warp's share of the heads of a token.
-// grid.y and grid.z together: batch entries, 1 if ragged.
+// grid.y and grid.z together: batch entries, 1 if sequences lie in one buffer.
 struct Params {
   Job job[2];
-  unsigned* flag;
   unsigned long long parts_magic;  // 2^64 / parts, rounded up; 0 if parts is 1
   int parts;        // of both jobs together
   int first_parts;  // of job 0
@@ -115,6 +137,18 @@ template <typename A, typename B>
 constexpr bool kIsSame = false;
 template <typename A>
 constexpr bool kIsSame<A, A> = true;
+
+__device__ inline float widened(float x) { return x; }
+__device__ inline float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widened(__half x) { return __half2float(x); }
+
+// Rounded to T, and wide again.
+template <typename T>
+__device__ inline float rounded(float x) {
+  if constexpr (kIsSame<T, __nv_bfloat16>) return __bfloat162float(__float2bfloat16_rn(x));
+  else if constexpr (kIsSame<T, __half>) return __half2float(__float2half_rn(x));
+  else return x;
+}
 
 // What moves in one instruction, by size.
 template <int Bytes>
@@ -185,19 +219,79 @@ struct Vec {
 
 enum class Fate { kSkip, kTurn, kFill };
 
-// The first token of a warp: its table row (b, s), and where its channels start.
+// The first token of a warp: its sequence and its place there, and where its channels start.
 struct Token {
   Fate fate;
   int b, s;
+  int rows;  // of its sequence
   long long x, y;
   float value;  // that fills it
 };
 
-#if ROPE_RAGGED
+// Bits of Job::flag.
+constexpr unsigned kBadOrder = 1;     // an offset is negative, or less than the one before
+constexpr unsigned kBadReach = 2;     // a sequence ends past its buffer
+constexpr unsigned kBadPosition = 4;  // a position lies outside the table
+constexpr unsigned kBadChunks = 8;    // a sequence cannot be cut into 2 cp_size chunks
 
-// Bits of Params::flag.
-constexpr unsigned kBadOrder = 1;  // an offset is negative, or less than the one before
-constexpr unsigned kBadReach = 2;  // a sequence ends past its buffer
+#if ROPE_SEQUENCES
+
+// How many times `divisor` goes into x >= 0. magic as for quotient().
+__device__ inline long long whole(long long x, long long divisor, unsigned long long magic) {
+  if (!magic) return x;
+  const long long count = __umul64hi(x, magic);
+  return count - (count * divisor > x);
+}
+
+// Rows are those that are rotated.
+struct Sequence {
+  long long start, stop;
+  long long rows;
+  unsigned fault;
+};
+
+// The first sequence whose end passes the test; job.batch if none does. All lanes must come here.
+template <typename Test>
+__device__ inline int first_ending(const Job& job, int lane, Test is_past) {
+  int begin = 0, end = job.batch;
+  while (begin < end) {
+    const int step = (end - begin + kLanes - 1) / kLanes;
+    const int probe = min(begin + (lane + 1) * step, end) - 1;
+    const unsigned past = __ballot_sync(kAll, is_past(job.offsets[probe + 1]));
+    if (!past) break;
+    const int first = __ffs(past) - 1;
+    end = min(begin + (first + 1) * step, end);
+    begin += first * step;
+    if (step == 1) return begin;
+  }
+  return end;
+}
+
+// Start and stop of sequence i as they are read. With a fault they say nothing.
+__device__ inline Sequence bounds_of(const Job& job, int i) {
+  Sequence own{};
+  const long long before = i > 0 ? job.offsets[i - 1] : 0;
+  own.start = job.offsets[i];
+  own.stop = job.offsets[i + 1];
+  if (before < 0 || own.start < before || own.stop < own.start) own.fault = kBadOrder;
+  // Before any product, which could overflow.
+  else if (own.stop > job.offset_limit) own.fault = kBadReach;
+  return own;
+}
+
+__device__ inline Sequence sequence_of(const Job& job, int i);
+
+// Raise the flag for sequences that warp `nth` of `count` looks at.
+__device__ inline void check_offsets(const Job& job, long long nth, long long count, int lane) {
+  for (long long i = nth * kLanes + lane; i < job.batch; i += count * kLanes) {
+    const unsigned fault = sequence_of(job, static_cast<int>(i)).fault;
+    if (fault) atomicOr(job.flag, fault);
+  }
+}
+
+#endif
+
+#if ROPE_SEQUENCES == 1
 
 // Elements from the first to the last one of a token, inclusive.
 __device__ inline long long x_extent(const Job& job) {
@@ -209,64 +303,35 @@ __device__ inline long long y_extent(const Job& job) {
 
 // Whole tokens in so many elements, which are not negative.
 __device__ inline long long tokens_in(const Job& job, long long elements) {
-  if (!job.token_magic) return elements;
-  const long long count = __umul64hi(elements, job.token_magic);
-  return count - (count * job.x_s > elements);
+  return whole(elements, job.x_s, job.token_magic);
 }
 
-struct Sequence {
-  long long start, stop;
-  long long rows;   // that are rotated
-  unsigned fault;
-};
-
-// Sequence i. With a fault, start and stop say nothing.
+// Sequence i, in elements.
 __device__ inline Sequence sequence_of(const Job& job, int i) {
-  Sequence own{};
-  const long long before = i > 0 ? job.offsets[i - 1] : 0;
-  const long long start = job.offsets[i], stop = job.offsets[i + 1];
-  if (before < 0 || start < before || stop < start) {
-    own.fault = kBadOrder;
-    return own;
-  }
-  // Before the product, which could overflow.
-  if (stop > job.offset_limit) {
-    own.fault = kBadReach;
-    return own;
-  }
-  own.start = start * job.multiplier;
-  own.stop = stop * job.multiplier;
+  Sequence own = bounds_of(job, i);
+  if (own.fault) return own;
+  own.start *= job.multiplier;
+  own.stop *= job.multiplier;
   own.rows = min(tokens_in(job, own.stop - own.start), static_cast<long long>(job.rows));
   const long long last = own.start + (own.rows - 1) * job.x_s;
   if (own.rows > 0 &&
       (last + x_extent(job) > job.x_room || last + y_extent(job) > job.y_room)) {
     own.fault = kBadReach;
+  } else if (ROPE_POSITION == 2 && job.cp_size > 1 && own.rows % 2) {
+    own.fault = kBadChunks;
   }
   return own;
-}
-
-// Raise the flag for sequences that warp `nth` of `count` looks at.
-__device__ inline void check_offsets(const Params& p, const Job& job, long long nth,
-                                     long long count, int lane) {
-  for (long long i = nth * kLanes + lane; i < job.batch; i += count * kLanes) {
-    const unsigned fault = sequence_of(job, static_cast<int>(i)).fault;
-    if (fault) atomicOr(p.flag, fault);
-  }
 }
 
 // The token whose channels start in elements [k x_s, (k + 1) x_s) of the buffers. Both buffers have
 // the same offsets and stride along s. Memory of no sequence becomes zero; what a wrong offset
 // touches becomes NaN.
-__device__ inline Token token_of(const Job& job, int, int k) {
+__device__ inline Token token_of(const Job& job, int, int k, int lane) {
   Token token{};
   const long long low = k * job.x_s, high = low + job.x_s;
-  int i = 0;
-  for (int end = job.batch; i < end;) {  // the first sequence that stops after `low`
-    const int middle = i + (end - i) / 2;
-    const long long stop = job.offsets[middle + 1];
-    if (stop > job.offset_limit || (stop > 0 && stop * job.multiplier > low)) end = middle;
-    else i = middle + 1;
-  }
+  int i = first_ending(job, lane, [&](long long stop) {
+    return stop > job.offset_limit || (stop > 0 && stop * job.multiplier > low);
+  });
   token.x = token.y = low;
   token.fate = low + y_extent(job) <= job.y_room ? Fate::kFill : Fate::kSkip;
   for (; i < job.batch; ++i) {
@@ -283,6 +348,7 @@ __device__ inline Token token_of(const Job& job, int, int k) {
     if (start >= min(high, own.stop)) continue;
     token.b = i;
     token.s = static_cast<int>(min(s, own.rows));
+    token.rows = static_cast<int>(own.rows);
     token.x = token.y = start;
     if (s < own.rows) token.fate = Fate::kTurn;
     else if (start + y_extent(job) <= min(own.stop, job.y_room)) token.fate = Fate::kFill;
@@ -291,13 +357,83 @@ __device__ inline Token token_of(const Job& job, int, int k) {
   return token;
 }
 
+#elif ROPE_SEQUENCES == 2
+
+// Sequence i, in tokens that this rank holds: 1 / cp_size of all.
+__device__ inline Sequence sequence_of(const Job& job, int i) {
+  Sequence own = bounds_of(job, i);
+  if (own.fault) return own;
+  const long long length = own.stop - own.start;
+  own.start = whole(own.start, job.cp_size, job.token_magic);
+  own.stop = whole(own.stop, job.cp_size, job.token_magic);
+  own.rows = own.stop - own.start;
+  if (job.cp_size > 1 && (own.rows % 2 || own.rows * job.cp_size != length)) {
+    own.fault = kBadChunks;
+  }
+  return own;
+}
+
+// Token t of the buffers. One of no sequence becomes zero, one of a wrong sequence NaN.
+__device__ inline Token token_of(const Job& job, int, int t, int lane) {
+  Token token{};
+  token.x = t * job.x_s;
+  token.y = t * job.y_s;
+  token.fate = Fate::kFill;
+  const long long reach = (t + 1LL) * job.cp_size;
+  const int i = first_ending(job, lane, [&](long long stop) { return stop >= reach; });
+  if (i == job.batch) return token;
+  const Sequence own = sequence_of(job, i);
+  if (own.fault) {
+    token.value = nanf("");
+  } else if (t >= own.start) {
+    token.fate = Fate::kTurn;
+    token.b = i;
+    // Positions that are read for each token have no sequences.
+    token.s = ROPE_POSITION == 1 ? t : t - static_cast<int>(own.start);
+    token.rows = static_cast<int>(own.rows);
+  }
+  return token;
+}
+
 #else
 
-__device__ inline Token token_of(const Job& job, int b, int s) {
-  return {Fate::kTurn, b, s, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s, 0.0f};
+__device__ inline Token token_of(const Job& job, int b, int s, int) {
+  return {Fate::kTurn, b, s, job.rows, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s, 0.0f};
 }
 
 #endif
+
+// ---- positions ----------------------------------------------------------------------------------
+
+#if ROPE_POSITION == 0
+
+__device__ inline int position_of(const Job&, const Token& first, int nth) {
+  return first.s + nth;
+}
+
+#elif ROPE_POSITION == 1
+
+// Of the nth token from `first` on, which must be there.
+__device__ inline long long position_of(const Job& job, const Token& first, int nth) {
+  return job.ids[first.b * job.id_b + (first.s + nth) * job.id_s];
+}
+
+#else
+
+// The same. A rank of C holds chunks `cp_rank` and 2 C - 1 - cp_rank of the 2 C of a sequence.
+__device__ inline long long position_of(const Job& job, const Token& first, int nth) {
+  const int s = first.s + nth, half = first.rows / 2;
+  const int chunks = s < half ? job.cp_rank : 2 * job.cp_size - 2 - job.cp_rank;
+  const unsigned long long start = job.ids ? job.ids[first.b * job.id_b] : 0;
+  return start + s + static_cast<long long>(half) * chunks;
+}
+
+#endif
+
+// Only where kIsChecked.
+__device__ inline bool is_outside(const Job& job, long long position) {
+  return position < 0 || position >= job.table_rows;
+}
 
 // ---- angles -------------------------------------------------------------------------------------
 
@@ -321,13 +457,44 @@ struct Turn {
   float cos[kColumns][V], sin[kColumns][V];
 };
 
-// What the lanes of a warp hold together: the angles of up to 32 vectors, of one table row after
+// Sine and cosine of x + x_low, each within one unit of the last place in fp32. The reduction is in
+// fp64, where a position below 2^29 times an fp32 number is exact, the polynomials are in fp32.
+__device__ inline void exact_sincos(double x, double x_low, float* sine, float* cosine) {
+  constexpr double kInverse = 0.63661977236758134308;                              // 2 / pi
+  constexpr double kHigh = 1.57079632679489655800, kLow = 6.12323399573676603587e-17;  // pi / 2
+  double quarter = rint(x * kInverse);
+  double r = fma(-quarter, kLow, fma(-quarter, kHigh, x));
+  if (fabs(x) > 1073741824.0) {
+    // The quotient was rounded: what is left may still be many quarters.
+    const double more = rint((r + x_low) * kInverse);
+    r = fma(-more, kLow, fma(-more, kHigh, r + x_low));
+    quarter = fma(-4.0, rint(0.25 * quarter), quarter);
+    quarter += fma(-4.0, rint(0.25 * more), more);
+  }
+  const int quadrant = static_cast<int>(quarter);
+  const float a = static_cast<float>(r), low = static_cast<float>(r - a), z = a * a;
+  float p = fmaf(-1.9515295891e-4f, z, 8.3321608736e-3f);
+  p = fmaf(p, z, -1.6666654611e-1f);
+  const float s = a + fmaf(a * z, p, fmaf(-0.5f * z, low, low));
+  float q = fmaf(2.443315711809948e-5f, z, -1.388731625493765e-3f);
+  q = fmaf(q, z, 4.166664568298827e-2f);
+  const float rest = 1.0f - 0.5f * z;
+  const float c = rest + (((1.0f - rest) - 0.5f * z) + fmaf(z * z, q, -a * low));
+  const bool is_swapped = quadrant & 1;
+  const float sin = is_swapped ? c : s, cos = is_swapped ? s : c;
+  *sine = quadrant & 2 ? -sin : sin;
+  *cosine = quadrant + 1 & 2 ? -cos : cos;
+}
+
+// What the lanes of a warp hold together: the angles of up to 32 vectors, of one position after
 // the other. Lane l holds in slot a the angle of pair a * J + l % J of vector l / J, with J = V / A
 // angles of a vector a slot: so a reader knows the slot at compile time and asks one lane for it.
 template <int V, int A>
 struct Held {
   static constexpr int J = V / A;
-  float angle[A][kColumns];
+  float angle[A][kColumns];  // or cosines; or, where they are exact, radians a position
+  float sine[A][kColumns];
+  double position;
 
   __device__ void fetch(const Job& job, const Token& first, const Split& split, int block,
                         int lane) {
@@ -335,16 +502,48 @@ struct Held {
     const int vec = block + place - token * split.lanes;
     const bool is_there = token < 1 << split.log_tokens && first.s + token < job.rows &&
                           vec < job.pairs / V;
-    const float* row =
-        job.angles + first.b * job.angle_b + (first.s + token) * job.angle_s;
+    // Not read from memory for a token that is not there.
+    const auto own = ROPE_POSITION && !is_there ? 0 : position_of(job, first, token);
+    const bool is_bad = kIsChecked && is_there && is_outside(job, own);
+    if (is_bad) atomicOr(job.flag, kBadPosition);
+    const bool is_read = is_there && !is_bad;
+    const float none = is_bad ? nanf("") : 0.0f;
+    const auto nth = is_bad ? 0 : own;
+    const ROPE_TABLE* row = job.angles.at + first.b * job.angles.b + nth * job.angles.s;
+    const ROPE_TABLE* sines =
+        kIsTable ? job.sines.at + job.sine_offset + first.b * job.sines.b + nth * job.sines.s : row;
+    position = own;
 #pragma unroll
     for (int a = 0; a < A; ++a) {
       const int pair = pair_of<V>(job, vec, a * J + lane % J);
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
         angle[a][column] =
-            is_there ? row[pair * job.angle_pair + column * job.angle_second] : 0.0f;
+            is_read ? widened(row[pair * job.angles.pair + column * job.angles.second]) : none;
+        if constexpr (kIsTable) {
+          sine[a][column] =
+              is_read ? widened(sines[pair * job.sines.pair + column * job.sines.second]) : none;
+        }
+        if constexpr (ROPE_SOURCE == 2) {
+          angle[a][column] = __fmul_rn(static_cast<float>(own), angle[a][column]);
+        }
       }
+    }
+  }
+
+  __device__ void take(const Job& job, float angle, float sine, float& sin, float& cos) const {
+    if constexpr (kIsExact) {
+      const double x = position * angle;
+      exact_sincos(x, fma(position, static_cast<double>(angle), -x), &sin, &cos);
+    } else if constexpr (kIsTable) {
+      cos = angle;
+      sin = sine;
+      if constexpr (ROPE_NUMERICS == 2) {
+        cos = rounded<ROPE_IN>(__fmul_rn(cos, job.factor));
+        sin = rounded<ROPE_IN>(__fmul_rn(sin, job.factor));
+      }
+    } else {
+      sincosf(angle, &sin, &cos);
     }
   }
 
@@ -358,7 +557,7 @@ struct Held {
       float cos[kColumns], sin[kColumns];
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
-        sincosf(angle[a][column], &sin[column], &cos[column]);
+        take(job, angle[a][column], sine[a][column], sin[column], cos[column]);
         sin[column] *= job.sign;
       }
       if constexpr (kColumns == 2) {
@@ -384,6 +583,26 @@ struct Held {
 
 // ---- the heads of a token -----------------------------------------------------------------------
 
+// The two channels of a pair: y1 of cos1 and sin1, y2 of cos2 and sin2.
+__device__ inline void rotate_pair(float factor, float x1, float x2, float cos1, float sin1,
+                                   float cos2, float sin2, float& y1, float& y2) {
+  if constexpr (ROPE_NUMERICS == 1) {
+    y1 = __fmaf_rn(x1, cos1, -__fmul_rn(x2, sin1));
+    y2 = __fmaf_rn(x1, sin2, __fmul_rn(x2, cos2));
+  } else if constexpr (ROPE_NUMERICS == 2) {
+    const auto product = [](float a, float b) { return rounded<ROPE_IN>(__fmul_rn(a, b)); };
+    y1 = __fsub_rn(product(x1, cos1), product(x2, sin1));
+    y2 = __fadd_rn(product(x2, cos2), product(x1, sin2));
+    if constexpr (!kIsSame<ROPE_IN, ROPE_OUT>) {
+      y1 = rounded<ROPE_IN>(y1);
+      y2 = rounded<ROPE_IN>(y2);
+    }
+  } else {
+    y1 = factor * (x1 * cos1 - x2 * sin1);
+    y2 = factor * (x2 * cos2 + x1 * sin2);
+  }
+}
+
 template <int V>
 __device__ inline void rotate(const Turn<V>& turn, float factor, const Vec<ROPE_IN, V>& a,
                               const Vec<ROPE_IN, V>& c, Vec<ROPE_OUT, V>& to_a,
@@ -393,8 +612,8 @@ __device__ inline void rotate(const Turn<V>& turn, float factor, const Vec<ROPE_
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     const float x1 = in(ROPE_READ_PAIRS ? 2 * k : k), x2 = in(ROPE_READ_PAIRS ? 2 * k + 1 : V + k);
-    y1[k] = factor * (x1 * turn.cos[0][k] - x2 * turn.sin[0][k]);
-    y2[k] = factor * (x2 * turn.cos[kColumns - 1][k] + x1 * turn.sin[kColumns - 1][k]);
+    rotate_pair(factor, x1, x2, turn.cos[0][k], turn.sin[0][k], turn.cos[kColumns - 1][k],
+                turn.sin[kColumns - 1][k], y1[k], y2[k]);
   }
 #pragma unroll
   for (int k = 0; k < V; k += 2) {
@@ -426,7 +645,7 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
   // rope_vector is for up to 32 vectors: one round.
   for (int block = 0; block < (V == 1 ? vecs : 1); block += kLanes) {
     Held<V, A> held;
-    held.fetch(job, first, split, block, lane);
+    if constexpr (!ROPE_POSITION) held.fetch(job, first, split, block, lane);
 
     int x1, x2, y1, y2;
     channels<V>(job, block + seat.vec, ROPE_READ_PAIRS, x1, x2);
@@ -453,7 +672,9 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
     };
 #pragma unroll
     for (int f = 0; f < kFlight<V>; ++f) load(f);
-    // The first loads are on their way: the time until they arrive pays for the sines.
+    // The first loads are on their way: the time until they arrive pays for the sines, and for the
+    // table where a position has to be read first.
+    if constexpr (ROPE_POSITION) held.fetch(job, first, split, block, lane);
     const Turn<V> turn = held.spread(job, split, seat);
     for (int unit = from; unit < to; unit += kFlight<V> * split.heads) {
       // In place, what one lane writes may be what another has yet to read.
@@ -481,15 +702,22 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
                                   int to, int lane) {
   constexpr bool is_same = kIsSame<ROPE_IN, ROPE_OUT>;
   const long long x_d = V == 1 ? job.x_d : 1, y_d = V == 1 ? job.y_d : 1;
-  const bool is_copy = job.scale == 1.0f;
-  if (is_same && is_copy && static_cast<const void*>(job.x) == static_cast<const void*>(job.y)) {
-    return;  // in place, they are there already
-  }
+  const bool is_in_place =
+      is_same && static_cast<const void*>(job.x) == static_cast<const void*>(job.y);
+  if (!kIsChecked && is_in_place && job.scale == 1.0f) return;  // they are there already
   const int before = job.begin / V, vecs = (job.dim - 2 * job.pairs) / V;
   const Seat seat(split, lane);
   const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
   // Fewer tokens at a time than are turned at a time, where these channels need more lanes.
   for (int token = seat.token; token < 1 << job.turn.log_tokens; token += 1 << split.log_tokens) {
+    float scale = job.scale;
+    if constexpr (kIsChecked) {
+      if (first.s + token < job.rows && is_outside(job, position_of(job, first, token))) {
+        scale = nanf("");
+      }
+    }
+    const bool is_copy = scale == 1.0f;
+    if (kIsChecked && is_in_place && is_copy) continue;
     for (int block = 0; block < vecs; block += kLanes) {
       const int vec = block + seat.vec;
       const bool is_there = seat.head < split.heads && vec < vecs && first.s + token < job.rows;
@@ -513,7 +741,7 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
           if (!is_same || !is_copy) {
 #pragma unroll
             for (int k = 0; k < V; k += 2) {
-              to_a.set(k, a[f].get(k) * job.scale, a[f].get((k + 1) % V) * job.scale);
+              to_a.set(k, a[f].get(k) * scale, a[f].get((k + 1) % V) * scale);
             }
           }
           to_a.store(y + f * y_step);
@@ -564,11 +792,11 @@ __device__ inline void walk(const Params& p) {
   const int s = ((tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1))) << job.turn.log_tokens;
   const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
                 (warp >> p.warps_s);
-#if ROPE_RAGGED
+#if ROPE_SEQUENCES
   if (b > 0) return;
   if (part == 0) {
     const long long warps = static_cast<long long>(gridDim.x / p.parts) << p.warps_s;
-    check_offsets(p, job, s, warps, lane);
+    check_offsets(job, s, warps, lane);
   }
 #else
   if (b >= job.batch) return;
@@ -576,8 +804,8 @@ __device__ inline void walk(const Params& p) {
   if (s >= job.tokens) return;
 
   const int from = part * job.part_heads, to = min(from + job.part_heads, job.heads);
-  const Token token = token_of(job, b, s);
-  if constexpr (ROPE_RAGGED && V > 1) {
+  const Token token = token_of(job, b, s, lane);
+  if constexpr (ROPE_SEQUENCES == 1 && V > 1) {
     // The host cannot know where a sequence starts.
     if (token.x * sizeof(ROPE_IN) % Vec<ROPE_IN, V>::kWordBytes ||
         token.y * sizeof(ROPE_OUT) % Vec<ROPE_OUT, V>::kWordBytes) {

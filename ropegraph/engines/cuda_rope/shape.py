@@ -159,7 +159,7 @@ def _cut(job: Job, vec: int, log_tokens: int) -> Cut:
 
 def _is_token_next(job: Job) -> bool:
     """True if the next token of a head lies closer than the next head of a token."""
-    return job.offsets is None and 0 < job.x.stride[2] < job.x.stride[1]
+    return job.kind.sequences != "ragged" and 0 < job.x.stride[2] < job.x.stride[1]
 
 
 def _log_tokens(job: Job, vectors: int) -> int:
