@@ -119,7 +119,7 @@ class RopeStep:
         self.count, self.positions = self.x_value.dim[2], Positions(step)
         ragged = self.x_value.ragged_offset
         self.offsets = -1 if ragged is None else step.slots[ragged]
-        self._bad: Tensor | None = None
+        self._rows: Rows | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ class RopeStep:
         What belongs to no sequence becomes zero.
         """
         out, (sequences, rows) = env[self.out], place
-        self._bad = None if rows is None else rows.bad
+        self._rows = rows
         if sequences is None:
             self.rotate(env[self.x], out, tables)
             if rows is not None:
@@ -160,8 +160,8 @@ class RopeStep:
             row = min(i, tables[0].shape[0] - 1)
             own = tuple(t[row, :, :n] for t in tables)
             self.rotate(source, target, own)  # pyright: ignore[reportArgumentType]
-            if self._bad is not None:
-                target.masked_fill_(self._bad[i, :n, None], torch.nan)
+            if rows is not None and rows.bad is not None:
+                target.masked_fill_(rows.bad[i, :n, None], torch.nan)
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         place = self.place(env)
@@ -169,9 +169,7 @@ class RopeStep:
 
     def faults(self) -> tuple[str, ...]:
         """What the last run noticed of positions; waits for the device."""
-        if self._bad is None or not bool(self._bad.any()):
-            return ()
-        return ("rows with a position outside of the table, or cu_seqlens that do not fit",)
+        return () if self._rows is None else self._rows.faults()
 
 
 def _mark(out: Tensor, rows: Rows) -> None:
