@@ -34,9 +34,8 @@ def adopt(g: Any, name: str, tensor: Tensor) -> Any:
 
 
 def close(got: Tensor, *want: float) -> None:
-    torch.testing.assert_close(
-        got.flatten(), torch.tensor(want, dtype=got.dtype), rtol=0, atol=1e-4
-    )
+    wanted = torch.tensor(want, dtype=got.dtype)
+    torch.testing.assert_close(got.flatten(), wanted, rtol=0, atol=1e-4)
 
 
 def sources(angles: Tensor) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from ropegraph.dtypes import DType
 from ropegraph.ir.graph import Graph
+from ropegraph.ir.ops import Rope
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
 from tests.ir.build import Build, backward, forward, joint, rotated
 from tests.passes.text import declines, done, nodes, run
@@ -168,3 +170,17 @@ def test_the_launch_stands_where_both_inputs_are_ready():
     b.sdpa("attn", "q_rot", "k_rot", "q")
     after = run(merge_rope_qk, b.graph("o"))
     assert [n.name for n in after.nodes] == ["s", "rope_q+rope_k", "attn"]
+
+
+def test_positions_of_one_side_alone():
+    b = Build()
+    b.tensor("q", 2, 2, 5, 8), b.tensor("k", 2, 2, 5, 8), b.tensor("inv", 4)
+    b.tensor("at", 2, dtype=DType.INT32)
+    op = Rope(8, 0, angles="inv_freq")
+    ports = {"inv_freq": "inv", "start_positions": "at"}
+    b.node("rope_q", op, {"input": "q", **ports}, {"output": "q_rot"})
+    b.node("rope_k", op, {"input": "k", "inv_freq": "inv"}, {"output": "k_rot"})
+    b.sdpa("attn", "q_rot", "k_rot", "k")
+    g = b.graph("o")
+    text = "only one of 'rope_q' and 'rope_k' reads start_positions"
+    assert declines(merge_rope_qk, g) == {"attn": text}

@@ -19,6 +19,7 @@ from torch import Tensor
 from ropegraph.engines.reference.angles import Lanes, channels, lanes
 from ropegraph.engines.reference.buffers import gather, round_once, scatter
 from ropegraph.engines.reference.positions import Places, outside, places, refuse
+from ropegraph.errors import PositionError
 from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, Rotation
 from ropegraph.lowering.engine import Step
 
@@ -32,7 +33,10 @@ def why_not_rope(attrs: Rotation) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RunRope:
-    """One rotation, its adjoint or the gradient of its angles, on bound tensors."""
+    """One rotation, its adjoint or the gradient of its angles, on bound tensors.
+
+    A wrong position raises on a CPU and gives a row of NaN elsewhere, as on every engine.
+    """
 
     step: Step
     attrs: Rope | RopeBackward | RopeFreqsGrad
@@ -44,9 +48,16 @@ class RunRope:
         if not all(step.value(next(iter(step.node.inputs))).dim):  # nothing is rotated
             scatter(step, target, env, torch.zeros(step.value(target).dim))
             return
-        found = places(step, attrs, env)
+        may_raise = env[step.slot(target)].is_cpu
+        try:
+            found = places(step, attrs, env)
+        except PositionError:
+            if may_raise:
+                raise
+            env[step.slot(target)].fill_(torch.nan)
+            return
         wrong = outside(step, attrs, found)
-        if wrong and env[step.slot(next(iter(step.node.inputs)))].is_cpu:
+        if wrong and may_raise:
             raise refuse(step, attrs, found, wrong[0])
         ports = ANGLE_PORTS[attrs.angles]
         sources = [env[step.slot(port)].detach().double() for port in ports]

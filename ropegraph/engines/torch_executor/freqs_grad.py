@@ -25,11 +25,13 @@ class FreqsGradStep:
         self.x, self.dy, self.freqs, self.out = map(step.slot, ("input", "dY", "freqs", "dfreqs"))
         factor = attrs.output_scale * attrs.attention_factor
         self.factor = -factor if attrs.inverse else factor
+        self._rows: Rows | None = None
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         attrs, out = self.attrs, env[self.out]
         x, dy = (t.flatten(1, 2) if t.dim() == 5 else t for t in (env[self.x], env[self.dy]))
         rows = self.positions(env)
+        self._rows = rows
         dtype = compute_dtype(attrs, x)
         cos1, sin1, cos2, sin2 = cos_sin(attrs, [env[self.freqs]], rows, x.shape[2], dtype)
         if attrs.inverse:
@@ -42,6 +44,10 @@ class FreqsGradStep:
         for grad, table in zip((grad1, grad2), columns(attrs, total), strict=True):
             _add(grad.sum(1), table, rows)
         out.copy_(total * self.factor)
+
+    def faults(self) -> tuple[str, ...]:
+        """What the last run noticed of positions; waits for the device."""
+        return () if self._rows is None else self._rows.faults()
 
 
 def _add(grad: Tensor, table: Tensor, rows: Rows | None) -> None:

@@ -32,6 +32,12 @@ class Rows:
     bad: Tensor | None = None
     sequence: Tensor | None = None
 
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong, as text; waits for the device."""
+        if self.bad is None or not bool(self.bad.any()):
+            return ()
+        return ("rows with a position outside of the table, or cu_seqlens that do not fit",)
+
 
 class Positions:
     """The positions of one rotation.  is_plain: row s has position s, and nothing can be wrong."""

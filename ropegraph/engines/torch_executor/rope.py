@@ -119,7 +119,7 @@ class RopeStep:
         self.count, self.positions = self.x_value.dim[-2], Positions(step)
         ragged = self.x_value.ragged_offset
         self.offsets = -1 if ragged is None else step.slots[ragged]
-        self._bad: Tensor | None = None
+        self._rows: Rows | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ class RopeStep:
         What belongs to no sequence becomes zero.
         """
         (x, out), (sequences, rows) = self._alike(env[self.x], env[self.out]), place
-        self._bad = None if rows is None else rows.bad
+        self._rows = rows
         if sequences is None:
             self.rotate(x, out, _between(tables) if x.dim() == 5 else tables)
             if rows is not None:
@@ -160,8 +160,8 @@ class RopeStep:
             row = min(i, tables[0].shape[0] - 1)
             own = tuple(t[row, :, :n] for t in tables)
             self.rotate(source, target, own)  # pyright: ignore[reportArgumentType]
-            if self._bad is not None:
-                target.masked_fill_(self._bad[i, :n, None], torch.nan)
+            if rows is not None and rows.bad is not None:
+                target.masked_fill_(rows.bad[i, :n, None], torch.nan)
 
     def _alike(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """Both with heads in two levels, if one of them has."""
@@ -177,9 +177,7 @@ class RopeStep:
 
     def faults(self) -> tuple[str, ...]:
         """What the last run noticed of positions; waits for the device."""
-        if self._bad is None or not bool(self._bad.any()):
-            return ()
-        return ("rows with a position outside of the table, or cu_seqlens that do not fit",)
+        return () if self._rows is None else self._rows.faults()
 
 
 def _between(tables: Tables) -> Tables:
