@@ -13,6 +13,8 @@ from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import FoldContractError, GraphError
 from ropegraph.ir.ops import (
+    MlaKvRope,
+    MlaKvRopeBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -156,6 +158,8 @@ class _Derivation:
                 self._add(node.inputs["input"], made["output"])
             case Sdpa() as attrs:
                 self._sdpa(node, attrs)
+            case MlaKvRope() as attrs:
+                self._mla(node, attrs)
             case other:
                 raise GraphError(
                     f"backward_graph: {op_name(other)} {node.name!r} has no gradient of its own; "
@@ -180,6 +184,32 @@ class _Derivation:
             ports = {"input": x, "dY": grad, "freqs": freqs}
             made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
+
+    def _mla(self, node: RecordedNode, attrs: MlaKvRope) -> None:
+        where = f"backward_graph: mla_kv_rope {node.name!r}"
+        if attrs.quantize is not None:
+            raise GraphError(
+                f"{where}: what quantize={attrs.quantize!r} writes has no gradient; derive from a "
+                "forward with quantize=None"
+            )
+        for port in ("cos", "sin"):
+            if node.inputs[port] in self.wanted:
+                raise GraphError(f"{where}: {port} has no gradient; kv and k_rope have one")
+        grads = {
+            f"d{port.capitalize()}": self._gradient(tensor)
+            for port, tensor in node.outputs.items()
+            if tensor in self.partial
+        }
+        ports = grads | {port: self._copy(node.inputs[port]) for port in ("cos", "sin")}
+        v_dim = node.inputs["kv"].get_dim()[3] - attrs.nope_dim
+        wanted = {"kv": "dKV", "k_rope": "dK_rope"}
+        wanted = {p: grad for p, grad in wanted.items() if node.inputs[p] in self.wanted}
+        made = self._record(
+            MlaKvRopeBackward(attrs.nope_dim, v_dim), f"{node.name}_backward", ports,
+            *wanted.values(),
+        )  # fmt: skip
+        for port, grad in wanted.items():
+            self._add(node.inputs[port], made[grad])
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
         for port, tensor in node.inputs.items():
@@ -283,4 +313,6 @@ def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:
     if isinstance(node.attrs, Rope):
         freqs = node.inputs["freqs"]
         return [freqs, node.inputs["input"]] if freqs in wanted else [freqs]
+    if isinstance(node.attrs, MlaKvRope):
+        return [node.inputs["cos"], node.inputs["sin"]]
     return []

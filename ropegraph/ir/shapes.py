@@ -9,8 +9,11 @@ from collections.abc import Mapping
 
 from ropegraph.errors import GraphError
 from ropegraph.ir.graph import merged_ports
+from ropegraph.ir.mla import infer_mla, infer_mla_backward
 from ropegraph.ir.ops import (
     Attention,
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -71,6 +74,10 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             for port, dim in dims.items():
                 _same(where, port, dim, "0", first)
             return {"output": first}
+        case MlaKvRope():
+            return infer_mla(where, attrs, dims)
+        case MlaKvRopeBackward():
+            return infer_mla_backward(where, attrs, dims)
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from ropegraph.dtypes import DType
 from ropegraph.ir.contract import FoldContract, FoldEntry
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import Rope, RopeFreqsGrad, RopePair, Sdpa
+from ropegraph.ir.ops import MlaKvRope, MlaKvRopeBackward, Rope, RopeFreqsGrad, RopePair, Sdpa
 from ropegraph.ir.score_mod import Instruction, Port, Ref, ScoreProgram
 from tests.ir.build import Build
 
@@ -89,6 +89,14 @@ def zoo() -> Graph:
         {"input": "k", "dY": "dk_rot", "freqs": "freqs"},
         {"dfreqs": "dfreqs"},
     )
-    g = b.graph("o", "dq", "dv", "dfreqs", saved=["q_rot", "stats"], name="zoo")
+    b.tensor("kv", 2, 3, 32, 96), b.tensor("k_rope", 2, 1, 32, 32)
+    b.tensor("cos", 40, 1, 1, 32), b.tensor("sin", 40, 1, 1, 32)
+    tables = {"cos": "cos", "sin": "sin"}
+    ports = {"kv": "kv", "k_rope": "k_rope", **tables}
+    b.node("mla", MlaKvRope(32, "mxfp8"), ports, {"key_row": "mla_row", "value_row": "mla_value"})
+    b.tensor("dkey", 2, 3, 32, 64)
+    b.node("mla_b", MlaKvRopeBackward(32, 64), {"dKey": "dkey", **tables}, {"dKV": "dkv"})
+    outputs = ("o", "dq", "dv", "dfreqs", "mla_row", "mla_value", "dkv")
+    g = b.graph(*outputs, saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
     return replace(g, values=values)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.mla import RunMla, RunMlaBackward
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -44,6 +47,8 @@ class Reference:
         SdpaBackward,
         Scale,
         Sum,
+        MlaKvRope,
+        MlaKvRopeBackward,
     )
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -52,7 +57,7 @@ class Reference:
                 return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return why_not_rope(attrs)
-            case Sdpa() | SdpaBackward() | Scale() | Sum():
+            case Sdpa() | SdpaBackward() | Scale() | Sum() | MlaKvRope() | MlaKvRopeBackward():
                 return ()
 
     def compile(self, step: Step, device: Device) -> Executable:
@@ -70,6 +75,10 @@ class Reference:
                 return RunScale(step, factor)
             case Sum():
                 return RunSum(step)
+            case MlaKvRope() as attrs:
+                return RunMla(step, attrs)
+            case MlaKvRopeBackward() as attrs:
+                return RunMlaBackward(step, attrs)
 
 
 @dataclass(frozen=True)

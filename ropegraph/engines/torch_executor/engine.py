@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -30,6 +32,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
+        MlaKvRope, MlaKvRopeBackward,
     )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -56,6 +59,10 @@ class TorchExecutor:
                 return _ScaleStep(step, factor)
             case Sum():
                 return _SumStep(step)
+            case MlaKvRope() | MlaKvRopeBackward():
+                from ropegraph.engines.torch_executor.mla import compile_mla
+
+                return compile_mla(step)
             case _:
                 from ropegraph.engines.torch_executor.rope import compile_rope
 
