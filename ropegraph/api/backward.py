@@ -14,6 +14,8 @@ from ropegraph.api.tensor import Tensor
 from ropegraph.errors import FoldContractError, GraphError
 from ropegraph.ir.ops import (
     JoinQkv,
+    MlaKvRope,
+    MlaKvRopeBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -161,6 +163,8 @@ class _Derivation:
                 self._sdpa(node, attrs)
             case SplitQkv() as attrs:
                 self._split(node, attrs)
+            case MlaKvRope() as attrs:
+                self._mla(node, attrs)
             case other:
                 raise GraphError(
                     f"backward_graph: {op_name(other)} {node.name!r} has no gradient of its own; "
@@ -205,6 +209,32 @@ class _Derivation:
             raise GraphError(
                 f"backward_graph: rope {node.name!r}: freqs has no gradient for a ragged input"
             )
+
+    def _mla(self, node: RecordedNode, attrs: MlaKvRope) -> None:
+        where = f"backward_graph: mla_kv_rope {node.name!r}"
+        if attrs.quantize is not None:
+            raise GraphError(
+                f"{where}: what quantize={attrs.quantize!r} writes has no gradient; derive from a "
+                "forward with quantize=None"
+            )
+        for port in ("cos", "sin"):
+            if node.inputs[port] in self.wanted:
+                raise GraphError(f"{where}: {port} has no gradient; kv and k_rope have one")
+        grads = {
+            f"d{port.capitalize()}": self._gradient(tensor)
+            for port, tensor in node.outputs.items()
+            if tensor in self.partial
+        }
+        ports = grads | {port: self._copy(node.inputs[port]) for port in ("cos", "sin")}
+        v_dim = node.inputs["kv"].get_dim()[3] - attrs.nope_dim
+        wanted = {"kv": "dKV", "k_rope": "dK_rope"}
+        wanted = {p: grad for p, grad in wanted.items() if node.inputs[p] in self.wanted}
+        made = self._record(
+            MlaKvRopeBackward(attrs.nope_dim, v_dim), f"{node.name}_backward", ports,
+            *wanted.values(),
+        )  # fmt: skip
+        for port, grad in wanted.items():
+            self._add(node.inputs[port], made[grad])
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
         for port, tensor in node.inputs.items():
@@ -346,4 +376,6 @@ def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:
     if isinstance(node.attrs, Rope):
         tables = [t for port, t in node.inputs.items() if port != "input"]
         return [*tables, node.inputs["input"]] if node.inputs.get("freqs") in wanted else tables
+    if isinstance(node.attrs, MlaKvRope):
+        return [node.inputs["cos"], node.inputs["sin"]]
     return []

@@ -9,13 +9,13 @@ from ropegraph.api.placing import settle
 from ropegraph.api.ragged import check_offsets, check_ragged
 from ropegraph.api.recording import RecordedNode, Recorder
 from ropegraph.api.tensor import Tensor, settled_strides
-from ropegraph.dtypes import DType, wider
+from ropegraph.dtypes import FLOATS, DType, short, wider
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
 from ropegraph.ir.ops import Attention, Op, Rotation, op_name
-from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype
+from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype, output_dtypes
 
 # The largest number fp32 holds.
 _FLOAT_MAX = (2.0 - 2.0**-23) * 2.0**127
@@ -124,8 +124,10 @@ def _dtypes(recorder: Recorder) -> dict[Tensor, DType]:
 
 def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -> None:
     where = f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r}"
-    if not dtype.is_float:
-        raise GraphError(f"{where} is {dtype!r}; an output must be a floating type")
+    allowed = output_dtypes(port)
+    if dtype not in allowed:
+        use = "a floating type" if allowed is FLOATS else " or ".join(map(short, allowed))
+        raise GraphError(f"{where} is {dtype!r}; an output must be {use}")
     if tensor.get_ragged_offset() is None and overlaps(tensor.get_dim(), tensor.get_stride()):
         raise GraphError(
             f"{where} has strides {tensor.get_stride()}, by which elements of its dim "

@@ -199,18 +199,50 @@ class JoinQkv:
     dim: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class MlaKvRope:
+    """Key and value of multi-latent attention: kv split, k_rope turned and given to every head.
+
+    With n = nope_dim and r the width of k_rope, for head h of token t and i < r/2:
+
+        key[h, t, :n] = kv[h, t, :n]        value[h, t] = kv[h, t, n:]
+        key[h, t, n + i]       = x1 cos[t, i] - x2 sin[t, i]
+        key[h, t, n + r/2 + i] = x2 cos[t, r/2 + i] + x1 sin[t, r/2 + i]
+        x1, x2 = k_rope[t, 2i], k_rope[t, 2i + 1]
+
+    The products with a sine are rounded, then added to the others by a fused multiply-add, both in
+    the wider of the types of k_rope and tables (bf16 with bf16: in bf16; fp16 with bf16: in fp32;
+    fp64 without a fused operation), and the sum is rounded once to the output type.
+    Ports: kv, k_rope, cos, sin -> key, value; with quantize="mxfp8" those of MXFP8_PORTS instead:
+    E4M3 data and E8M0 scales of both, by blocks of 32 channels (row) and of 32 tokens (column).
+    """
+
+    nope_dim: int
+    quantize: Literal["mxfp8"] | None = None
+
+
+# What MlaKvRope writes with quantize="mxfp8".
+MXFP8_FORMS = ("row", "row_scale", "column", "column_scale")
+MXFP8_PORTS = tuple(f"{side}_{form}" for side in ("key", "value") for form in MXFP8_FORMS)
+
+
+@dataclass(frozen=True)
+class MlaKvRopeBackward:
+    """The adjoint of an unquantized MlaKvRope; v_dim is the width of its value.
+
+    The rotated channels of dKey are added up over the heads in fp32 (fp64 in fp64), turned back
+    there and rounded once; the others are copied.
+    Ports: dKey, dValue (one of them may be missing: it is 0), cos, sin -> dKV, dK_rope.
+    """
+
+    nope_dim: int
+    v_dim: int
+
+
 Op = (
-    Rope
-    | RopeBackward
-    | RopeFreqsGrad
-    | RopePair
-    | Sdpa
-    | SdpaBackward
-    | Scale
-    | Sum
-    | SplitQkv
-    | JoinQkv
-)
+    Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
+    | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
+)  # fmt: skip
 
 NAMES: dict[type[Op], str] = {
     Rope: "rope",
@@ -223,6 +255,8 @@ NAMES: dict[type[Op], str] = {
     Sum: "sum",
     SplitQkv: "split_qkv",
     JoinQkv: "join_qkv",
+    MlaKvRope: "mla_kv_rope",
+    MlaKvRopeBackward: "mla_kv_rope_backward",
 }
 
 

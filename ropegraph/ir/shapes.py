@@ -9,9 +9,12 @@ from collections.abc import Mapping
 
 from ropegraph.errors import GraphError
 from ropegraph.ir.graph import merged_ports
+from ropegraph.ir.mla import infer_mla, infer_mla_backward
 from ropegraph.ir.ops import (
     Attention,
     JoinQkv,
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -79,6 +82,10 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return parts_of(where, attrs, dims["qkv"])
         case JoinQkv():
             return {"qkv": packed_dim(where, attrs, dims)}
+        case MlaKvRope():
+            return infer_mla(where, attrs, dims)
+        case MlaKvRopeBackward():
+            return infer_mla_backward(where, attrs, dims)
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from ropegraph.dtypes import FLOATS, INDEX, DType, short, wider
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import POSITION_PORTS, Op, RopePair, SdpaBackward, op_name
+from ropegraph.ir.mla import check_mla_dtypes, mxfp8_dtypes
+from ropegraph.ir.ops import (
+    MXFP8_PORTS,
+    POSITION_PORTS,
+    MlaKvRope,
+    MlaKvRopeBackward,
+    Op,
+    RopePair,
+    SdpaBackward,
+    op_name,
+)
 
 # Ports that carry something else than the data type of the graph: what is assumed, what is allowed.
 _INTEGER = (
@@ -15,7 +25,7 @@ _INTEGER = (
 )  # fmt: skip
 _SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
 _TABLES = ("cos", "sin", "cos_sin")
-_SAME_AS_FIRST = ("q", "k", "v", "o", "dO", "dY")
+_SAME_AS_FIRST = ("q", "k", "v", "o", "dO", "dY", "k_rope", "dValue")
 
 
 def default_dtype(port: str, io: DType, first: DType) -> DType:
@@ -63,6 +73,8 @@ def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
             f"{where}: cos is {short(dtypes['cos'])} but sin is {short(dtypes['sin'])}; "
             "both must have one data type"
         )
+    if isinstance(attrs, (MlaKvRope, MlaKvRopeBackward)):
+        check_mla_dtypes(where, attrs, dtypes)
 
 
 def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
@@ -74,4 +86,9 @@ def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
         return dtypes["bias" if port == "dBias" else "sink_token"]
     if port == "dfreqs":
         return dtypes["freqs"]
-    return first
+    return mxfp8_dtypes(port)[0] if port in MXFP8_PORTS else first
+
+
+def output_dtypes(port: str) -> tuple[DType, ...]:
+    """The types that an output may be declared as: any floating one, but for MXFP8."""
+    return mxfp8_dtypes(port) if port in MXFP8_PORTS else FLOATS

@@ -13,6 +13,7 @@ from typing import Any
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import (
     Attention,
+    MlaKvRope,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -133,6 +134,11 @@ def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | Non
     producer = _maker(graph, value)
     if producer is None and not is_imported(graph, value):
         return f"{value!r} is an input of the graph, not made by rope"
+    if producer is not None and isinstance(producer.attrs, MlaKvRope):
+        return (
+            f"{value!r} is made by mla_kv_rope {producer.name!r}, which scales nothing (most of "
+            'its channels are a copy of kv); fold="q" needs Q alone'
+        )
     if producer is not None and not isinstance(producer.attrs, (Rope, Scale)):
         return f"{value!r} is not made by rope or scale but by {producer.name!r}"
     for reader in graph.reading(value):

@@ -5,7 +5,16 @@ from dataclasses import replace
 from ropegraph.dtypes import DType
 from ropegraph.ir.contract import FoldContract, FoldEntry, Turn
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import JoinQkv, Rope, RopeFreqsGrad, RopePair, Sdpa, SplitQkv
+from ropegraph.ir.ops import (
+    JoinQkv,
+    MlaKvRope,
+    MlaKvRopeBackward,
+    Rope,
+    RopeFreqsGrad,
+    RopePair,
+    Sdpa,
+    SplitQkv,
+)
 from ropegraph.ir.score_mod import Instruction, Port, Ref, ScoreProgram
 from tests.ir.build import Build
 
@@ -93,7 +102,15 @@ def zoo() -> Graph:
     b.node("split", SplitQkv((6, 2, 2)), {"qkv": "qkv"}, {"v": "v_part"})
     b.scale("use", "v_part", "v_twice", 2.0)
     b.node("join", JoinQkv((6, 2, 2), dim=(2, 5, 10, 4)), {"v": "v_twice"}, {"qkv": "dqkv"})
-    g = b.graph("o", "dqkv", "dq", "dv", "dfreqs", saved=["q_rot", "stats"], name="zoo")
+    b.tensor("kv", 2, 3, 32, 96), b.tensor("k_rope", 2, 1, 32, 32)
+    b.tensor("cos", 40, 1, 1, 32), b.tensor("sin", 40, 1, 1, 32)
+    tables = {"cos": "cos", "sin": "sin"}
+    ports = {"kv": "kv", "k_rope": "k_rope", **tables}
+    b.node("mla", MlaKvRope(32, "mxfp8"), ports, {"key_row": "mla_row", "value_row": "mla_value"})
+    b.tensor("dkey", 2, 3, 32, 64)
+    b.node("mla_b", MlaKvRopeBackward(32, 64), {"dKey": "dkey", **tables}, {"dKV": "dkv"})
+    outputs = ("o", "dqkv", "dq", "dv", "dfreqs", "mla_row", "mla_value", "dkv")
+    g = b.graph(*outputs, saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
     part = replace(values["v_part"], stride=(200, 4, 40, 1), within="qkv", start=32)
     values["v_part"] = part

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.mla import RunMla, RunMlaBackward
 from ropegraph.engines.reference.packed import RunPacked
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
     JoinQkv,
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -49,6 +52,8 @@ class Reference:
         Sum,
         SplitQkv,
         JoinQkv,
+        MlaKvRope,
+        MlaKvRopeBackward,
     )
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -77,6 +82,10 @@ class Reference:
                 return RunSum(step)
             case SplitQkv() | JoinQkv() as attrs:
                 return RunPacked(step, attrs)
+            case MlaKvRope() as attrs:
+                return RunMla(step, attrs)
+            case MlaKvRopeBackward() as attrs:
+                return RunMlaBackward(step, attrs)
 
 
 @dataclass(frozen=True)

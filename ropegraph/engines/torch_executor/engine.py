@@ -9,6 +9,8 @@ from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
     JoinQkv,
+    MlaKvRope,
+    MlaKvRopeBackward,
     Op,
     Rope,
     RopeBackward,
@@ -33,6 +35,7 @@ class TorchExecutor:
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
         SplitQkv, JoinQkv,
+        MlaKvRope, MlaKvRopeBackward,
     )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -57,6 +60,10 @@ class TorchExecutor:
                 return SplitStep(step, attrs)
             case JoinQkv() as attrs:
                 return JoinStep(step, attrs)
+            case MlaKvRope() | MlaKvRopeBackward():
+                from ropegraph.engines.torch_executor.mla import compile_mla
+
+                return compile_mla(step)
             case _:
                 from ropegraph.engines.torch_executor.rope import compile_rope
 
