@@ -134,9 +134,7 @@ def positions(
     ]  # fmt: skip
 
 
-def packed(
-    half: Rope, exact: Rope, freqs: dict[str, Tensor], made: dict[str, Tensor]
-) -> list[Row]:
+def packed(half: Rope, exact: Rope, freqs: dict[str, Tensor], made: dict[str, Tensor]) -> list[Row]:
     """THD beside the same tokens as one dense sequence."""
     rows: list[Row] = []
     total = 16_384
@@ -162,7 +160,9 @@ def packed(
         longer = {"freqs": table(16_384, 128)[..., :64].contiguous()}
         rows.append(
             checked(
-                f"THD, {what}, context parallel", both(q, k, ranked, **longer, cu_seqlens=even), limit
+                f"THD, {what}, context parallel",
+                both(q, k, ranked, **longer, cu_seqlens=even),
+                limit,
             )
         )
     return rows
@@ -188,4 +188,3 @@ def long_sequences() -> list[Row]:
     ]
     rows += [measure(f"{what}, b1 s131072", both(q, k, op, **t), limit) for what, op, t in plans]
     return rows
-
