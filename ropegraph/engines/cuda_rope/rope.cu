@@ -598,8 +598,9 @@ __device__ inline void rotate_pair(float factor, float x1, float x2, float cos1,
       y2 = rounded<ROPE_IN>(y2);
     }
   } else {
-    y1 = factor * (x1 * cos1 - x2 * sin1);
-    y2 = factor * (x2 * cos2 + x1 * sin2);
+    // Spelled out, so that every variant and every GPU rounds alike.
+    y1 = factor * __fmaf_rn(x1, cos1, -__fmul_rn(x2, sin1));
+    y2 = factor * __fmaf_rn(x2, cos2, __fmul_rn(x1, sin2));
   }
 }
 
