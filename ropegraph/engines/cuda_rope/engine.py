@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from ropegraph.dtypes import INDEX, DType, short
 from ropegraph.engines.cuda_rope.job import is_full, parts_of, ports_of
-from ropegraph.engines.cuda_rope.mla import why_not_mla
+from ropegraph.engines.cuda_rope.mla import MLA, why_not_mla
 from ropegraph.ir.graph import Value
-from ropegraph.ir.ops import (
-    MlaKvRope,
-    MlaKvRopeBackward,
-    Op,
-    Rope,
-    RopeBackward,
-    RopePair,
-    Rotation,
-)
+from ropegraph.ir.ops import Op, Rope, RopeBackward, RopePair, Rotation
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
-_MLA = (MlaKvRope, MlaKvRopeBackward)
 _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 
 
@@ -29,7 +20,7 @@ class CudaRope:
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, MlaKvRope, MlaKvRopeBackward)
+    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, *MLA)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -38,7 +29,7 @@ class CudaRope:
             broken.append(f"needs a CUDA device, this is {device}")
         elif device.sm < 80:
             broken.append(f"needs sm_80 or newer, this is sm_{device.sm}")
-        if isinstance(step.node.attrs, _MLA):
+        if isinstance(step.node.attrs, MLA):
             return (*broken, *why_not_mla(step))
         for attrs, suffix in parts_of(step):
             broken += _attributes(attrs)
@@ -48,7 +39,7 @@ class CudaRope:
 
     def compile(self, step: Step, device: Device) -> Executable:
         """Costly, once a step: the first place CuPy is imported."""
-        if isinstance(step.node.attrs, _MLA):
+        if isinstance(step.node.attrs, MLA):
             from ropegraph.engines.cuda_rope.mla_launch import build_mla
 
             return build_mla(step, device)

@@ -15,6 +15,7 @@ from ropegraph.ir.ops import MXFP8_PORTS, MlaKvRope, MlaKvRopeBackward
 from ropegraph.lowering.engine import Step
 
 SOURCE = Path(__file__).with_name("mla.cu")
+MLA = (MlaKvRope, MlaKvRopeBackward)
 
 FLIGHT = 8  # loads in flight a lane
 WARPS = 4  # of a block
