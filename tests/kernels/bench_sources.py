@@ -118,7 +118,9 @@ def positions(
     ranked = replace(half, cp_size=2, cp_rank=1)
     wide = order[None] + starts[:, None] + 2**23
     return [
-        checked("position_ids in order", both(q, k, half, **freqs, position_ids=order[None]), limit),
+        checked(
+            "position_ids in order", both(q, k, half, **freqs, position_ids=order[None]), limit
+        ),
         checked("position_ids at random", both(q, k, half, **freqs, position_ids=mixed)),
         checked("start_positions", both(q, k, half, **longer, start_positions=starts), limit),
         checked("context parallel, rank 1 of 2", both(q, k, ranked, **longer), limit),
