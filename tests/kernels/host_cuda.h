@@ -21,7 +21,7 @@
 #undef __grid_constant__
 #define __grid_constant__
 #undef __global__
-#define __global__
+#define __global__ inline  // what no launch asks for costs no machine code
 #undef __device__
 #define __device__
 
@@ -52,6 +52,13 @@ inline unsigned atomicOr(unsigned* word, unsigned bits) {
   *word |= bits;
   return old;
 }
+
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+// Built with -ffp-contract=off, so that each of these rounds once.
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
 
 namespace host {
 
@@ -164,6 +171,18 @@ inline float __shfl_sync(unsigned mask, float x, int from) {
   float found;
   memcpy(&found, &host::mailbox[parity][from % host::kLanes], sizeof found);
   return found;
+}
+
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  if (mask != 0xffffffffu) host::fail("a ballot of some lanes");
+  const int parity = host::lanes[host::current].meetings % 2;
+  host::mailbox[parity][host::current] = vote;
+  host::meet();
+  unsigned votes = 0;
+  for (int i = 0; i < host::kLanes; ++i) {
+    votes |= static_cast<unsigned>(host::mailbox[parity][i] & 1) << i;
+  }
+  return votes;
 }
 
 inline void __syncwarp() { host::meet(); }
