@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ropegraph.api.plans import Form, Gradient, Plan, Recipe, Recording, form_of, plan
+from ropegraph.api.plans import Form, Gradient, Recipe, Recording, form_of, plan
+
+Stride = tuple[int, ...]
+Forms = list[tuple[str, Form]]
 
 
 class Port(NamedTuple):
@@ -21,7 +24,7 @@ class Port(NamedTuple):
 
     name: str
     dim: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: Stride
 
 
 def port(name: str, like: Tensor) -> Port:
@@ -47,52 +50,44 @@ class Linear:
         """The gradients of the inputs for gradients of the outputs, which may have any strides."""
         return _apply(_Direction(self, is_adjoint=True), grads, [tables[t] for t in self.tables])
 
-    def write(
-        self, data: Sequence[Tensor], tables: Mapping[str, Tensor], out: Sequence[Tensor],
-        is_adjoint: bool = False,
-    ) -> None:  # fmt: skip
-        """Run into buffers of the caller, whose strides may be any; autograd sees nothing of it."""
-        self.run(data, [tables[t] for t in self.tables], out, is_adjoint=is_adjoint)
-
     def run(
-        self, data: Sequence[Tensor], tables: Sequence[Tensor],
-        out: Sequence[Tensor] | None = None, *, is_adjoint: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Run one way or the other, beneath autograd; ``out`` is written where it is given."""
+        self,
+        data: Sequence[Tensor],
+        tables: Sequence[Tensor],
+        out: Sequence[Tensor] | None = None,
+        *,
+        is_adjoint: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Run one way or the other, beneath autograd.
+
+        out: buffers of the caller to write, of any strides; new ones, as the ports say, if None.
+        """
         read, written = (self.outputs, self.inputs) if is_adjoint else (self.inputs, self.outputs)
-        strides = [p.stride for p in written] if out is None else [x.stride() for x in out]
-        forms = [(name, form_of(x)) for name, x in zip(self.tables, tables, strict=True)]
-        given = [(p.name, form_of(x)) for p, x in zip(read, data, strict=True)]
-        if is_adjoint:
-            made = self._adjoint_plan(given, forms, strides)
-        else:
-            made = self._plan(given, forms, strides)
         d = "d" if is_adjoint else ""
+        names = [f"{d}{p.name}" for p in written]
+        strides = [p.stride for p in written] if out is None else [x.stride() for x in out]
+        forms = [(p.name, form_of(x)) for p, x in zip(read, data, strict=True)]
+        own = [(name, form_of(x)) for name, x in zip(self.tables, tables, strict=True)]
+        make = self._gradient if is_adjoint else self._recording
         pack = {f"{d}{p.name}": x for p, x in zip(read, data, strict=True)}
         pack |= zip(self.tables, tables, strict=True)
-        names = [f"{d}{p.name}" for p in written]
-        results = made(pack, None if out is None else dict(zip(names, out, strict=True)))
+        given = None if out is None else dict(zip(names, out, strict=True))
+        results = plan(make(forms, own, strides))(pack, given)
         return tuple(results[name] for name in names)
 
-    def _plan(
-        self, given: list[tuple[str, Form]], tables: list[tuple[str, Form]],
-        strides: Sequence[tuple[int, ...]],
-    ) -> Plan:  # fmt: skip
+    def _recording(self, data: Forms, tables: Forms, strides: Sequence[Stride]) -> Recording:
         named = tuple((p.name, s) for p, s in zip(self.outputs, strides, strict=True))
-        return plan(Recording(self.recipe, (*given, *tables), named, self.attributes))
+        return Recording(self.recipe, (*data, *tables), named, self.attributes)
 
-    def _adjoint_plan(
-        self, given: list[tuple[str, Form]], tables: list[tuple[str, Form]],
-        strides: Sequence[tuple[int, ...]],
-    ) -> Plan:  # fmt: skip
-        like = given[0][1]
+    def _gradient(self, grads: Forms, tables: Forms, strides: Sequence[Stride]) -> Gradient:
+        _, like = grads[0]
+        # A gradient is laid out as the input of the forward that it is derived from.
         inputs = [
             (p.name, Form(p.dim, stride, like.dtype, like.device))
             for p, stride in zip(self.inputs, strides, strict=True)
         ]
-        named = tuple((p.name, p.stride) for p in self.outputs)
-        forward = Recording(self.recipe, (*inputs, *tables), named, self.attributes)
-        return plan(Gradient(forward, tuple(p.name for p in self.inputs), tuple(given)))
+        forward = self._recording(inputs, tables, [p.stride for p in self.outputs])
+        return Gradient(forward, tuple(p.name for p in self.inputs), tuple(grads))
 
 
 class _Direction(NamedTuple):

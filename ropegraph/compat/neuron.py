@@ -123,7 +123,7 @@ def rope_hf(
                 f"{list(x.shape)}, or leave it out and give the tables as cos= and sin="
             )
     if not wants_gradient(q, k, q_out, k_out):
-        linear.write([q, k], tables, [q_out, k_out], is_adjoint)
+        linear.run([q, k], list(tables.values()), [q_out, k_out], is_adjoint=is_adjoint)
         return q_out, k_out
     made = (linear.adjoint if is_adjoint else linear)([q, k], tables)
     return q_out.copy_(made[0]), k_out.copy_(made[1])
