@@ -105,6 +105,31 @@ def plan(made_from: Recording | Gradient) -> Plan:
     return Plan(graph)
 
 
+def run(
+    made_from: Recording | Gradient,
+    inputs: Mapping[str, torch.Tensor],
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Run the plan on the inputs by name, as Plan does."""
+    return untraced(_run)(made_from, inputs, out)
+
+
+def _run(
+    made_from: Recording | Gradient,
+    inputs: Mapping[str, torch.Tensor],
+    out: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    return plan(made_from)(inputs, out)
+
+
+def untraced(function: Any) -> Any:
+    """The function, which torch.compile calls but does not trace.
+
+    Traced, the executor's own operations would be fused anew, and round otherwise.
+    """
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
 def _recorded(made_from: Recording) -> pygraph:
     device = made_from.inputs[0][1].device
     # A handle would fix the stream; without one a graph is built for the current CUDA device.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ropegraph.api.plans import Form, Gradient, Recipe, Recording, form_of, plan
+from ropegraph.api.plans import Form, Gradient, Recipe, Recording, form_of, run, untraced
 
 Stride = tuple[int, ...]
 Forms = list[tuple[str, Form]]
@@ -72,7 +72,7 @@ class Linear:
         pack = {f"{d}{p.name}": x for p, x in zip(read, data, strict=True)}
         pack |= zip(self.tables, tables, strict=True)
         given = None if out is None else dict(zip(names, out, strict=True))
-        results = plan(make(forms, own, strides))(pack, given)
+        results = run(make(forms, own, strides), pack, given)
         return tuple(results[name] for name in names)
 
     def _recording(self, data: Forms, tables: Forms, strides: Sequence[Stride]) -> Recording:
@@ -124,4 +124,4 @@ class _Apply(torch.autograd.Function):
 def _apply(
     direction: _Direction, data: Sequence[Tensor], tables: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", _Apply.apply(direction, *data, *tables))
+    return untraced(_Apply.apply)(direction, *data, *tables)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.mla_ops import Mxfp8
-from ropegraph.api.plans import Recording, form_of, plan
+from ropegraph.api.plans import Recording, form_of, run
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor as Handle
 from ropegraph.compat.checks import as_tensor, shape_of, wants_gradient
@@ -82,7 +82,7 @@ def fused_mla_kv_rope_mxfp8(
     views = {name: view for name, (_, view) in out.items()}
     forms = tuple((name, form_of(t)) for name, t in given.items())
     strides = tuple((name, view.stride()) for name, view in views.items())
-    plan(Recording(mla_kv_rope_mxfp8, forms, strides))(given, views)
+    run(Recording(mla_kv_rope_mxfp8, forms, strides), given, views)
     made = [buffer for buffer, _ in out.values()]
     return MXFP8Tensor(*made[:4]), MXFP8Tensor(*made[4:])
 
