@@ -59,10 +59,8 @@ def apply_fused_qkv_rotary_pos_emb(
     q_table = as_tensor(q_freqs, f"{where}: q_freqs", "s2, 1, 1, d2").float()
     is_one = k_freqs is q_freqs
     k_table = q_table if is_one else as_tensor(k_freqs, f"{where}: k_freqs", "s2, 1, 1, d2").float()
-    return fused_qkv_rope_forward(
-        qkv, q_table, k_table, start_positions, qkv_split_arg_list, tensor_format, interleaved,
-        cp_size, cp_rank,
-    )  # fmt: skip
+    call = _Call(qkv_split_arg_list, tensor_format, interleaved, cp_size, cp_rank, start_positions)
+    return call.forward(where, qkv, q_table, k_table)
 
 
 def fused_qkv_rope_forward(
@@ -90,12 +88,7 @@ def fused_qkv_rope_forward(
             "qkv_split_arg_list, qkv_format, interleaved, cp_size, cp_rank), or pygraph.qkv_rope"
         )
     call = _Call(qkv_split_arg_list, qkv_format, interleaved, cp_size, cp_rank, start_positions)
-    layout = call.layout(where)
-    qkv = as_tensor(qkv_input, f"{where}: qkv", DIMS[layout].replace("h, d", "g, (n + 2) d"))
-    split = call.split(where, qkv.shape[3])
-    linear, tables = call.linear(where, tuple(qkv.shape), split, q_freqs, k_freqs)
-    q, k, v = linear([_batch_first(qkv, layout)], tables)
-    return tokens(q, layout), tokens(k, layout), tokens(v, layout)
+    return call.forward(where, qkv_input, q_freqs, k_freqs)
 
 
 def fused_qkv_rope_backward(
@@ -150,6 +143,14 @@ class _Call:
     cp_rank: Any
     start_positions: Any
 
+    def forward(self, where: str, qkv: Any, q_freqs: Any, k_freqs: Any) -> Parts:
+        layout = self.layout(where)
+        qkv = as_tensor(qkv, f"{where}: qkv", DIMS[layout].replace("h, d", "g, (n + 2) d"))
+        split = self.split(where, qkv.shape[3])
+        linear, tables = self.linear(where, tuple(qkv.shape), split, q_freqs, k_freqs)
+        q, k, v = linear([_batch_first(qkv, layout)], tables)
+        return tokens(q, layout), tokens(k, layout), tokens(v, layout)
+
     def layout(self, where: str) -> str:
         found = as_format(self.qkv_format, f"{where}: format")
         if found == "thd":
@@ -186,11 +187,12 @@ class _Call:
                 f"{where}: start_positions with cp_size={size} is not served, as in "
                 "TransformerEngine; pygraph.qkv_rope takes both, and so does apply_rotary_pos_emb"
             )
-        given = {"freqs": q_freqs} if k_freqs is q_freqs else {"freqs": q_freqs, "k_freqs": k_freqs}
-        tables = {n: as_table(t, f"{where}: {n}", split[1]) for n, t in given.items()}
         s = shape[DIMS[layout].split(", ").index("s")]
-        for name, table in tables.items():
-            check_rows(table, f"{where}: {name}", s, size)
+        tables = {"freqs": as_table(q_freqs, f"{where}: q_freqs", split[1])}
+        check_rows(tables["freqs"], f"{where}: q_freqs", s, size)
+        if k_freqs is not q_freqs:
+            tables["k_freqs"] = as_table(k_freqs, f"{where}: k_freqs", split[1])
+            check_rows(tables["k_freqs"], f"{where}: k_freqs", s, size)
         if starts is not None:
             tables["start_positions"] = starts
         d, groups = split[1], shape[2]
