@@ -1,0 +1,100 @@
+"""Arguments in torch's habits, read into what a graph takes. Called at every step: kept cheap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropegraph.api.checks import as_count
+from ropegraph.errors import GraphError
+
+Pair = tuple[Any, Any]
+
+
+def table(given: Tensor | None) -> Tensor | None:
+    """A table [s, r] as [s, 1, 1, r]; None and others as they are."""
+    if given is not None and given.dim() == 2:
+        return given[:, None, None, :]
+    return given
+
+
+def pair(given: Any) -> tuple[Any, Any, bool]:
+    """One tensor for Q and K, or one for each: (Q's, K's, whether K has its own)."""
+    if isinstance(given, (tuple, list)):
+        q, k = given
+        return q, k, True
+    return given, None, False
+
+
+def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[Any, Any, bool]:
+    """(left bound, right bound, bottom right) of the diagonal band.
+
+    window: W keys that end with the diagonal, with a causal mask; or (left, right) keys beside it.
+    """
+    right = 0 if is_causal or bottom_right else None
+    if is_causal and bottom_right:
+        raise GraphError(
+            f"{where}: is_causal is the top left corner and causal_bottom_right the other; give one"
+        )
+    if window is None:
+        return None, right, bottom_right
+    if isinstance(window, (tuple, list)):
+        before, after = window
+        if after is not None:
+            after = as_count(after, f"{where}: window (right)")
+            right = after if right is None else min(right, after)
+        left = None if before is None else as_count(before, f"{where}: window (left)") + 1
+        return left, right, bottom_right
+    if right is None:
+        raise GraphError(
+            f"{where}: window={window!r} counts keys up to the diagonal, which needs is_causal=True "
+            "or causal_bottom_right=True; or give window=(left, right)"
+        )
+    return as_count(window, f"{where}: window", 1), right, bottom_right
+
+
+def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The operands of attention in the type of autocast, as for torch's own attention."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """What a dropout mask is made from, drawn by torch's generator: replays repeat it."""
+    if not dropout_p:
+        return None
+    return torch.randint(2**62, (1,), device=device, dtype=torch.int64)
+
+
+def lengths(where: str, seq_lens: Any, cu_seqlens: Tensor | None) -> Pair:
+    """(of q, of k) from seq_lens, or of the sequences that cu_seqlens bounds."""
+    if cu_seqlens is not None:
+        if seq_lens is not None:
+            raise GraphError(f"{where}: seq_lens and cu_seqlens both bound sequences; give one")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            raise GraphError(f"{where}: cu_seqlens is {list(cu_seqlens.shape)}; use [n + 1]")
+        own = cu_seqlens[1:] - cu_seqlens[:-1]
+        return own, own
+    if isinstance(seq_lens, (tuple, list)):
+        of_q, of_kv = seq_lens
+        return of_q, of_kv
+    return seq_lens, seq_lens
+
+
+def tokens(where: str, x: Tensor) -> Tensor:
+    """[1, h, t, d] with memory in the order t, h, d: ``x`` itself, if it has."""
+    if x.dim() != 4 or x.shape[0] != 1:
+        raise GraphError(f"{where}: with cu_seqlens data is [1, h, t, d], not {list(x.shape)}")
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sinks(given: Tensor | None) -> Tensor | None:
+    """[h] as [1, h, 1, 1]."""
+    if given is not None and given.dim() == 1:
+        return given[None, :, None, None]
+    return given

@@ -1,0 +1,210 @@
+"""What rotary attention is: slots, shapes of the results, and the recording."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ropegraph.api.plans import Form
+from ropegraph.api.pygraph import pygraph
+from ropegraph.api.tensor import Tensor
+from ropegraph.functional import checks
+from ropegraph.functional.dispatch import register
+from ropegraph.functional.kind import (
+    ROTATION,
+    TABLES,
+    Attribute,
+    Attributes,
+    Forms,
+    Kind,
+    declare,
+    fresh,
+    has_angles,
+    rotation,
+    widest,
+)
+
+POSITIONS = ("position_ids", "start_positions")
+MASKS = ("seq_len_q", "seq_len_kv", "bias", "sink", "seed")
+SDPA: tuple[Attribute, ...] = (
+    ("scale", "float?"),
+    ("left", "int?"),
+    ("right", "int?"),
+    ("bottom_right", "bool"),
+    ("alibi", "bool"),
+    ("softcap", "float?"),
+    ("dropout_p", "float"),
+    ("fold", "str"),
+    ("fold_log2", "bool"),
+    ("deterministic", "bool"),
+)
+
+
+def stats_form(o: Form) -> Form:
+    """[b, h, s, 1], packed."""
+    b, h, s, _ = o.dim
+    return Form((b, h, s, 1), (h * s, s, 1, 1), widest(o.dtype), o.device)
+
+
+def sdpa(
+    graph: pygraph, given: dict[str, Tensor], attributes: Attributes, results: Forms, width: int
+) -> dict[str, Tensor]:
+    """Record attention on ``q_rot``, ``k_rot``, ``v`` and the masks in ``given``.
+
+    width: of a head of Q, which gives the scale where none is named.
+    """
+    scale = attributes["scale"]
+    seed = given.get("seed")
+    o, stats = graph.sdpa(
+        given["q_rot"],
+        given["k_rot"],
+        given["v"],
+        max(width, 1) ** -0.5 if scale is None else scale,
+        generate_stats="stats" in results,
+        bias=given.get("bias"),
+        use_alibi_mask=attributes["alibi"],
+        use_padding_mask="seq_len_q" in given,
+        seq_len_q=given.get("seq_len_q"),
+        seq_len_kv=given.get("seq_len_kv"),
+        diagonal_band_left_bound=attributes["left"],
+        diagonal_band_right_bound=attributes["right"],
+        diagonal_alignment="BOTTOM_RIGHT" if attributes["bottom_right"] else "TOP_LEFT",
+        dropout=None if seed is None else (attributes["dropout_p"], seed, 0),
+        sink_token=given.get("sink"),
+        softcap=attributes["softcap"],
+        name="attention",
+    )
+    found = {"o": o, "stats": stats, "q_rot": given["q_rot"], "k_rot": given["k_rot"]}
+    return {name: found[name] for name in results}
+
+
+def masks(graph: pygraph, forms: Forms) -> dict[str, Tensor]:
+    """The optional inputs of attention."""
+    found = declare(graph, forms, *MASKS)
+    if "seed" in found and forms["seed"].device.type == "cpu":
+        found["seed"].set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_is_pass_by_value(True)
+    elif "seed" in found:
+        found["seed"].set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+    return found
+
+
+def settings(attributes: Attributes) -> dict[str, Any]:
+    """What the graph itself is made with."""
+    return {"fold": attributes["fold"], "fold_log2": attributes["fold_log2"]}
+
+
+def _forms(forms: Forms, attributes: Attributes, training: bool) -> dict[str, Form]:
+    checks.attention("attention", forms)
+    q, k, v = (forms[name] for name in ("q", "k", "v"))
+    o = fresh(q, (*q.dim[:3], v.dim[3]))
+    if not training:
+        return {"o": o}
+    stats = stats_form(o)
+    if "cu_seqlens" in forms:
+        _, h, t, _ = q.dim
+        stats = stats._replace(stride=(h * t, 1, h, 1))
+    found = {"o": o, "stats": stats}
+    if has_angles(forms) and not attributes["recompute_rope"]:
+        found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
+    return found
+
+
+def _record(
+    graph: pygraph, forms: Forms, attributes: Attributes, results: Forms
+) -> dict[str, Tensor]:
+    given = _heads(graph, forms, attributes)
+    given |= masks(graph, forms)
+    _rotate(graph, given, forms, attributes, (1.0, 1.0))
+    made = sdpa(graph, given, attributes, results, forms["q"].dim[3])
+    for name, tensor in made.items():
+        _place(tensor, results[name], given, attributes)
+    return made
+
+
+def _turn(
+    graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
+) -> dict[str, Tensor]:
+    given = _heads(graph, forms, attributes)
+    _rotate(graph, given, forms, attributes, factors)
+    made = {name: given[name] for name in ("q_rot", "k_rot")}
+    for name, x in (("q_rot", "q"), ("k_rot", "k")):
+        _place(made[name], fresh(forms[x]), given, attributes)
+    return made
+
+
+def _heads(graph: pygraph, forms: Forms, attributes: Attributes) -> dict[str, Tensor]:
+    """q, k and v as inputs; sequences packed along s are ragged ones."""
+    if "cu_seqlens" not in forms:
+        return declare(graph, forms, "q", "k", "v")
+    given = declare(graph, forms, "cu_seqlens")
+    offset = given["cu_seqlens"]
+    offset.set_dim([*offset.get_dim(), 1, 1, 1]).set_stride([1, 1, 1, 1])
+    for name in ("q", "k", "v"):
+        dim, stride, row = _ragged(forms[name], offset, attributes)
+        x = graph.tensor(dim, stride, forms[name].dtype, name=name, ragged_offset=offset)
+        given[name] = x.set_ragged_offset_multiplier(row)
+    return given
+
+
+def _ragged(form: Form, offset: Tensor, attributes: Attributes) -> tuple[list[int], list[int], int]:
+    """Dims, strides and elements a token of [1, h, t, d] as sequences of at most max_seqlen."""
+    _, h, t, d = form.dim
+    longest = t if attributes["max_seqlen"] is None else min(attributes["max_seqlen"], t)
+    n, row = offset.get_dim()[0] - 1, max(h * d, 1)
+    return [n, h, longest, d], [longest * row, d, row, 1], row
+
+
+def _place(tensor: Tensor, form: Form, given: dict[str, Tensor], attributes: Attributes) -> None:
+    """Lay a result out as ``form``."""
+    if "cu_seqlens" not in given:
+        tensor.set_stride(form.stride)
+        return
+    offset = given["cu_seqlens"]
+    _, stride, row = _ragged(form, offset, attributes)
+    tensor.set_stride(stride).set_ragged_offset(offset).set_ragged_offset_multiplier(row)
+
+
+def _rotate(
+    graph: pygraph,
+    given: dict[str, Tensor],
+    forms: Forms,
+    attributes: Attributes,
+    factors: tuple[float, float],
+) -> None:
+    """Add q_rot and k_rot to ``given``: q and k themselves where there are no angles."""
+    if not has_angles(forms):
+        given["q_rot"], given["k_rot"] = given["q"], given["k"]
+        return
+    tables = declare(graph, forms, *TABLES)
+    positions = declare(graph, forms, *POSITIONS, *(f"k_{name}" for name in POSITIONS))
+    of_q = {name: positions[name] for name in POSITIONS if name in positions}
+    of_k = of_q
+    if attributes["own_k_positions"]:
+        of_k = {name: positions[f"k_{name}"] for name in POSITIONS if f"k_{name}" in positions}
+    for x, own, factor in zip("qk", (of_q, of_k), factors, strict=True):
+        turned = graph.rope(
+            given[x], name=f"rope_{x}", output_scale=factor, **tables, **own, **rotation(attributes)
+        )
+        given[f"{x}_rot"] = turned
+
+
+ATTENTION = register(
+    Kind(
+        name="attention",
+        data=("q", "k", "v"),
+        optional=(*TABLES, *POSITIONS, *(f"k_{name}" for name in POSITIONS), "cu_seqlens", *MASKS),
+        attributes=(
+            *ROTATION,
+            *SDPA,
+            ("recompute_rope", "bool"),
+            ("own_k_positions", "bool"),
+            ("max_seqlen", "SymInt?"),
+        ),
+        results=("o", "stats", "q_rot", "k_rot"),
+        gradients=("q", "k", "v", "freqs", "bias", "sink"),
+        turned={"q": "q_rot", "k": "k_rot"},
+        forms=_forms,
+        record=_record,
+        turn=_turn,
+        settings=settings,
+    )
+)

@@ -1,0 +1,103 @@
+"""attention: rotate Q and K, attend; differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropegraph.errors import GraphError
+from ropegraph.functional.arguments import autocast, band, lengths, pair, seed, sinks, table, tokens
+from ropegraph.functional.attend import ATTENTION
+from ropegraph.functional.dispatch import call
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    freqs: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_bottom_right: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    seq_lens: Tensor | tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    bias: Tensor | None = None,
+    alibi: bool = False,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+    position_ids: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    start_positions: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    fold: str = "auto",
+    fold_log2: bool = False,
+    recompute_rope: bool = False,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    rope_dim: int = 0,
+    rope_offset: int | None = None,
+    interleaved: bool = False,
+    interleaved_output: bool | None = None,
+    attention_factor: float = 1.0,
+    inverse: bool = False,
+    half_width: bool = False,
+    table_layout: str | None = None,
+    angle_precision: str = "float32",
+    numerics: str = "fp32",
+) -> Tensor:
+    """Rotate q and k by their positions, then softmax(scale q.k) v, as one graph.
+
+    q: [b, h_q, s_q, d_qk].  k: [b, h_kv, s_kv, d_qk].  v: [b, h_kv, s_kv, d_v]; any strides, one of
+    fp16, bf16, fp32 and fp64. Neither q nor k is rotated yet, and neither is changed.
+    freqs, or cos and sin, cos_sin, inv_freq, and the arguments from rope_dim on: as for ``rope``;
+    without angles nothing is rotated.
+    scale: None is 1 / sqrt(d_qk).  is_causal: the top left corner.  causal_bottom_right: the last
+    query sees every key.  window: W keys that end with the diagonal, with one of those two; or
+    (left, right) keys beside the diagonal, None for all.
+    seq_lens: [b], or one for q and one for k: rows after them are not read, and 0 in the result.
+    cu_seqlens: [n + 1] int32 or int64, n sequences packed along s of [1, h, t, d], which see
+    themselves alone and start at position 0; rows of none are 0.  max_seqlen: of the longest, t if
+    left out.
+    bias: added to the logits, broadcasts to [b, h_q, s_q, s_kv].  alibi, softcap: as sdpa.
+    sink: [h_q], one more logit a head.  dropout_p: seeded by torch's generator of the device.
+    enable_gqa: allows fewer heads of k and v, as in torch.
+    position_ids, start_positions: [b or 1, s] and [b], for both, or (of q, of k), either None.
+    fold, fold_log2: as pygraph.  recompute_rope: rotates again in the backward, and keeps q and k,
+    which the caller mostly has anyway, not their rotations.
+    Returns [b, h_q, s_q, d_v] of the type of q, with memory in the order of q. Under autocast q, k
+    and v are cast. Gradients, once: q, k, v, bias, sink, and freqs (by torch alone).
+    Raises GraphError for what does not fit, for another tensor that requires grad, and where a
+    second derivative is asked for.
+    """
+    where = "attention"
+    if not enable_gqa and q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1]:
+        raise GraphError(
+            f"{where}: q has {q.shape[1]} heads and k {k.shape[1]}; enable_gqa=True allows that"
+        )
+    left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
+    q_ids, k_ids, has_ids = pair(position_ids)
+    q_starts, k_starts, has_starts = pair(start_positions)
+    q, k, v = autocast((q, k, v))
+    len_q, len_kv = lengths(where, seq_lens, cu_seqlens)
+    if cu_seqlens is not None:
+        q, k, v = tokens(where, q), tokens(where, k), tokens(where, v)
+    slots = (
+        q, k, v, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
+        q_ids, q_starts, k_ids, k_starts, cu_seqlens,
+        len_q, len_kv, bias, sinks(sink), seed(dropout_p, q.device),
+    )  # fmt: skip
+    attributes: tuple[Any, ...] = (
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+        scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
+        torch.are_deterministic_algorithms_enabled(),
+        recompute_rope, has_ids or has_starts, max_seqlen,
+    )  # fmt: skip
+    return call(ATTENTION, slots, attributes)

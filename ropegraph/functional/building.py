@@ -1,0 +1,233 @@
+"""Graphs of a kind, recorded and built once for all that lowering reads of a call."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropegraph.api.handle import Handle
+from ropegraph.api.plans import LIMIT, Form
+from ropegraph.api.pygraph import pygraph
+from ropegraph.api.wrapper import graph_cache
+from ropegraph.errors import GraphError
+from ropegraph.functional.kind import Kind, fresh, has_angles
+from ropegraph.ir.ops import SdpaBackward
+
+SlotForms = tuple[Form | None, ...]
+
+
+class Forward(NamedTuple):
+    """A forward graph.  forms: of the slots.  training: a gradient will be asked for."""
+
+    kind: Kind
+    forms: SlotForms
+    attributes: tuple[Any, ...]
+    training: bool
+
+
+class Backward(NamedTuple):
+    """The gradient graph of a forward.
+
+    forms: of the slots; None as well where the backward reads the rotated tensor in its place.
+    results: forms of the forward's results.  wanted: which of kind.gradients.
+    """
+
+    kind: Kind
+    forms: SlotForms
+    results: SlotForms
+    attributes: tuple[Any, ...]
+    wanted: tuple[bool, ...]
+
+
+class Turn(NamedTuple):
+    """The rotations of a forward alone, scaled as its fold scaled them."""
+
+    kind: Kind
+    forms: SlotForms
+    attributes: tuple[Any, ...]
+
+
+class Plan:
+    """A built graph.  reads, writes: names in the order in which tensors are given and made.
+
+    written: the forms of those; None makes none.  zeros: rows that belong to no sequence become 0.
+    """
+
+    def __init__(
+        self,
+        graph: pygraph,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        written: SlotForms,
+        zeros: bool,
+    ) -> None:
+        graph.build()
+        self.graph = graph
+        self.turn: Plan | None = None  # what makes again the rotations that were not kept
+        needed = set(graph.lowered.recorded.inputs)
+        self._reads = [(i, name) for i, name in enumerate(reads) if name in needed]
+        make = torch.empty_strided
+        self._writes = [
+            (name, None if form is None else (form.dim, form.stride, form.dtype, form.device))
+            for name, form in zip(writes, written, strict=True)
+        ]
+        self._make, self._zeros = make, zeros
+
+    def __call__(self, *given: Tensor | None) -> list[Tensor | None]:
+        """Run on the tensors in the order of ``reads``; the results in the order of ``writes``."""
+        pack: dict[str, Tensor | None] = {name: given[i] for i, name in self._reads}
+        make = self._make
+        made: list[Tensor | None] = []
+        for name, form in self._writes:
+            if form is None:
+                made.append(None)
+                continue
+            dim, stride, dtype, device = form
+            x = make(dim, stride, dtype=dtype, device=device)
+            if self._zeros:
+                x.zero_()
+            made.append(x)
+            pack[name] = x
+        try:
+            self.graph.execute(pack)
+        except GraphError:
+            # Some kernels load 16 bytes at a time; a view may start anywhere.
+            moved = {n: _moved(x) for n, x in pack.items() if x is not None and x.data_ptr() & 15}
+            if not moved:
+                raise
+            self.graph.execute(pack | moved)
+        return made
+
+
+def _moved(x: Tensor) -> Tensor:
+    """A copy with the same strides, in memory of its own."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+Job = Forward | Backward | Turn
+
+
+def build(job: Job) -> Plan:
+    """The plan of a job; made at most once while it is kept."""
+    try:
+        hash(job)
+    except TypeError:
+        return _build(job)  # recording names the argument that cannot be
+    return _built(job)
+
+
+def _key(job: Job) -> Job:
+    return job
+
+
+@graph_cache(_key, maxsize=LIMIT)
+def _built(job: Job) -> Plan:
+    return _build(job)
+
+
+def _build(job: Job) -> Plan:
+    device = next(form.device for form in job.forms if form is not None)
+    is_cuda = device.type == "cuda"
+    with torch.cuda.device(device) if is_cuda else nullcontext():
+        match job:
+            case Forward():
+                return _forward(job)
+            case Backward():
+                return _backward(job)
+            case Turn():
+                return _turn(job)
+
+
+def _graph(job: Forward | Turn) -> tuple[pygraph, dict[str, Form], dict[str, Any]]:
+    """An empty graph, the forms of the slots there are, and the attributes."""
+    kind = job.kind
+    forms = {n: form for n, form in zip(kind.slots, job.forms, strict=True) if form is not None}
+    attributes = kind.named(job.attributes)
+    device = next(iter(forms.values())).device
+    # A handle would fix the stream; without one a graph is built for the current CUDA device.
+    handle = None if device.type == "cuda" else Handle(device)
+    return pygraph(kind.name, handle=handle, **kind.settings(attributes)), forms, attributes
+
+
+def _forward(job: Forward) -> Plan:
+    kind = job.kind
+    graph, forms, attributes = _graph(job)
+    results = kind.forms(forms, attributes, job.training)
+    made = kind.record(graph, forms, attributes, results)
+    first = kind.results[0]
+    for name, tensor in made.items():
+        tensor.set_name(name)
+        (tensor.set_output if name == first else tensor.set_saved)(True)
+    written = tuple(map(results.get, kind.results))
+    return Plan(graph, kind.slots, kind.results, written, "cu_seqlens" in forms)
+
+
+def _turn(job: Turn) -> Plan:
+    kind = job.kind
+    assert kind.turn is not None
+    graph, forms, attributes = _graph(job)
+    whole = build(Forward(kind, job.forms, _kept_rotations(kind, job.attributes), True)).graph
+    made = kind.turn(graph, forms, attributes, whole.fold_contract.entries["attention"].factors)
+    names = tuple(kind.turned.values())
+    for name in names:
+        made[name].set_output(True).set_name(name)
+    results = kind.forms(forms, _without_recompute(attributes), True)
+    written = tuple(results[name] for name in names)
+    return Plan(graph, kind.slots, names, written, "cu_seqlens" in forms)
+
+
+def _backward(job: Backward) -> Plan:
+    kind = job.kind
+    forms = dict(zip(kind.slots, job.forms, strict=True))
+    results = dict(zip(kind.results, job.results, strict=True))
+    for slot, result in kind.turned.items():
+        forms[slot] = forms[slot] or results[result]
+    given_forms = {name: form for name, form in forms.items() if form is not None}
+    attributes = _kept_rotations(kind, job.attributes)
+    forward = build(Forward(kind, tuple(forms.values()), attributes, True)).graph
+    names = [n for n, is_wanted in zip(kind.gradients, job.wanted, strict=True) if is_wanted]
+    first = kind.results[0]
+    graph = forward.backward_graph([first], names)
+    written: list[Form | None] = []
+    for name in kind.gradients:
+        form = forms[name]
+        written.append(fresh(form) if form is not None and name in names else None)
+    for name in names:
+        grad, form = graph.find_tensor(f"d{name}"), forms[name]
+        if grad.get_ragged_offset() is None and form is not None:
+            grad.set_stride(fresh(form).stride)
+    incoming = graph.find_tensor(f"d{first}")
+    given = results[first]
+    if incoming.get_ragged_offset() is None and given is not None:
+        incoming.set_stride(given.stride)
+    if kind.named(job.attributes).get("deterministic"):
+        _make_deterministic(graph)
+    plan = Plan(
+        graph,
+        (f"d{first}", *kind.results, *kind.slots),
+        tuple(f"d{name}" for name in kind.gradients),
+        tuple(written),
+        forms.get("cu_seqlens") is not None,
+    )
+    if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
+        plan.turn = build(Turn(kind, job.forms, job.attributes))
+    return plan
+
+
+def _make_deterministic(graph: pygraph) -> None:
+    for node in graph.recorder.nodes:
+        if isinstance(node.attrs, SdpaBackward):
+            node.attrs = replace(node.attrs, deterministic=True)
+
+
+def _without_recompute(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {n: False if n == "recompute_rope" else value for n, value in attributes.items()}
+
+
+def _kept_rotations(kind: Kind, attributes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The attributes of the forward that exports what it rotates, which is folded alike."""
+    return tuple(_without_recompute(kind.named(attributes)).values())

@@ -1,0 +1,35 @@
+"""What passes from forward to backward, the same for autograd in eager mode and for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ropegraph.functional.kind import Kind
+from ropegraph.functional.plans import Slots
+
+
+def kept(kind: Kind, slots: Slots, results: Slots, wanted: tuple[bool, ...]) -> Slots:
+    """Results, then slots, with None where the backward reads nothing.
+
+    A tensor whose rotation is kept is read itself only for the gradient of the angles; of a single
+    rotation only the angles are.
+    """
+    with_angles = wanted[kind.gradients.index("freqs")]
+    found = list(slots)
+    for slot, result in kind.turned.items():
+        is_turned = results[kind.results.index(result)] is not None
+        if is_turned and not with_angles:
+            found[kind.slots.index(slot)] = None
+    if kind.turn is None:
+        return None, *found
+    return *results, *found
+
+
+def place(kind: Kind, made: Slots, before: int, after: int) -> tuple[Any, ...]:
+    """Gradients in the places of their slots, between that many arguments without one."""
+    found: list[Tensor | None] = [None] * len(kind.slots)
+    for index, grad in zip(kind.gradient_slots, made, strict=True):
+        found[index] = grad
+    return (*(None,) * before, *found, *(None,) * after)

@@ -1,0 +1,176 @@
+"""The operators torch sees: ``torch.ops.ropegraph.rope``, ``attention`` and their backwards.
+
+torch.compile, fake tensors and torch.func meet these; in eager mode plain tensors take the shorter
+way of eager.py, to the same plans. An operator has all results that a kind may have: where there is
+none, an empty tensor of one axis stands for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ropegraph.api.plans import Form, form_of
+from ropegraph.errors import GraphError
+from ropegraph.functional import plans
+from ropegraph.functional.gradient import kept, place
+from ropegraph.functional.kind import Kind, fresh
+from ropegraph.functional.plans import Slots
+
+LIBRARY = torch.library.Library("ropegraph", "DEF")
+
+
+class Operator:
+    """The two operators of a kind, registered with torch when made."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._count, self._attributes = len(kind.slots), len(kind.attributes)
+        data = [f"Tensor {name}" for name in kind.data]
+        optional = [f"Tensor? {name}" for name in kind.optional]
+        attributes = [f"{schema} {name}" for name, schema in kind.attributes]
+        results = [f"Tensor {name}" for name in kind.results]
+        read = [f"Tensor? {name}" for name in (*kind.results, *kind.slots)]
+        grads = [f"Tensor d{name}" for name in kind.gradients]
+        self.forward = self._define(
+            kind.name, [*data, *optional, *attributes, "bool training"], results
+        )
+        self.backward = self._define(
+            f"{kind.name}_backward", ["Tensor grad", *read, *attributes, "bool[] wanted"], grads
+        )
+        name = f"ropegraph::{kind.name}"
+        for device in ("CPU", "CUDA"):
+            LIBRARY.impl(kind.name, self._forward, device)
+            LIBRARY.impl(f"{kind.name}_backward", self._backward, device)
+        torch.library.register_fake(name, self._forward_fake, lib=LIBRARY)
+        torch.library.register_fake(f"{name}_backward", self._backward_fake, lib=LIBRARY)
+        torch.library.register_autograd(
+            name, self._differentiate, setup_context=self._keep, lib=LIBRARY
+        )
+        torch.library.register_autograd(
+            f"{name}_backward", self._differentiate_twice, setup_context=self._keep_twice,
+            lib=LIBRARY,
+        )  # fmt: skip
+
+    def _define(self, name: str, arguments: list[str], results: list[str]) -> Any:
+        made = results[0].split()[0] if len(results) == 1 else f"({', '.join(results)})"
+        LIBRARY.define(f"{name}({', '.join(arguments)}) -> {made}")
+        return getattr(torch.ops.ropegraph, name).default
+
+    def _parts(self, arguments: tuple[Any, ...]) -> tuple[Slots, tuple[Any, ...], Any]:
+        """Slots, attributes, and what comes last."""
+        count = self._count
+        return arguments[:count], arguments[count:-1], arguments[-1]
+
+    def _forward(self, *arguments: Any) -> Any:
+        slots, attributes, training = self._parts(arguments)
+        made = plans.forward(self.kind, slots, attributes, training)
+        return _filled(made, cast(Tensor, slots[0]))
+
+    def _forward_fake(self, *arguments: Any) -> Any:
+        slots, attributes, training = self._parts(arguments)
+        forms = self._forms(slots)
+        results = self.kind.forms(forms, self.kind.named(attributes), training)
+        made = [_empty(results.get(name), slots[0]) for name in self.kind.results]
+        return _filled(made, cast(Tensor, slots[0]))
+
+    def _backward(self, grad: Tensor, *arguments: Any) -> Any:
+        results, rest = self._results(arguments)
+        slots, attributes, wanted = self._parts(rest)
+        made = plans.backward(self.kind, grad, results, slots, attributes, tuple(wanted))
+        return _filled(made, grad)
+
+    def _backward_fake(self, grad: Tensor, *arguments: Any) -> Any:
+        results, rest = self._results(arguments)
+        slots, _, wanted = self._parts(rest)
+        forms = self._forms(slots)
+        for slot, result in self.kind.turned.items():
+            x = results[self.kind.results.index(result)]
+            x = grad if x is None and self.kind.turn is None else x
+            if slot not in forms and x is not None:
+                forms[slot] = form_of(x)
+        made = [
+            _empty(fresh(forms[name]), grad) if is_wanted else None
+            for name, is_wanted in zip(self.kind.gradients, wanted, strict=True)
+        ]
+        return _filled(made, grad)
+
+    def _results(self, arguments: tuple[Any, ...]) -> tuple[Slots, tuple[Any, ...]]:
+        count = len(self.kind.results)
+        return arguments[:count], arguments[count:]
+
+    def _forms(self, slots: Slots) -> dict[str, Form]:
+        return {
+            name: form_of(x)
+            for name, x in zip(self.kind.slots, slots, strict=True)
+            if x is not None
+        }
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kind = self.kind
+        slots, attributes, training = self._parts(inputs)
+        kind.refuse_gradients(ctx.needs_input_grad)
+        if not training:
+            raise GraphError(f"{kind.name}: training=False keeps nothing that a gradient needs")
+        outputs = (output,) if isinstance(output, Tensor) else output
+        results = tuple(None if x.dim() == 1 else x for x in outputs)
+        wanted = tuple(ctx.needs_input_grad[i] for i in kind.gradient_slots)
+        ctx.attributes, ctx.wanted = attributes, wanted
+        ctx.save_for_backward(*kept(kind, slots, results, wanted))
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+
+    def _differentiate(self, ctx: Any, *grads: Any) -> Any:
+        grad, kind = grads[0], self.kind
+        if grad is None:
+            return place(kind, (None,) * len(kind.gradients), 0, self._attributes + 1)
+        made = self.gradients(grad, ctx.saved_tensors, ctx.attributes, ctx.wanted)
+        return place(kind, made, 0, self._attributes + 1)
+
+    def gradients(
+        self, grad: Tensor, saved: Slots, attributes: tuple[Any, ...], wanted: tuple[bool, ...]
+    ) -> Slots:
+        """What the backward operator gives, None for what is not wanted."""
+        made = self.backward(grad, *saved, *attributes, wanted)
+        made = (made,) if isinstance(made, Tensor) else made
+        return tuple(x if w else None for x, w in zip(made, wanted, strict=True))
+
+    def _keep_twice(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, rest = self._results(inputs[1:])
+        slots, attributes, _ = self._parts(rest)
+        ctx.attributes = attributes
+        ctx.save_for_backward(*slots)
+
+    def _differentiate_twice(self, ctx: Any, *grads: Any) -> Any:
+        """The gradient of a gradient: of a rotation it is the rotation, of attention there is none.
+
+        A rotation is linear in x alone, so that of the angles is refused as well.
+        """
+        kind = self.kind
+        others = 1 + len(kind.results)
+        angles = others + kind.slots.index("freqs")
+        if kind.turn is not None or ctx.needs_input_grad[angles]:
+            what = "freqs" if kind.turn is None else "attention"
+            raise GraphError(
+                f"{kind.name}: a second derivative was asked for, and {what} has only a first one; "
+                "use create_graph=False, or detach freqs" if kind.turn is None else
+                f"{kind.name}: a second derivative was asked for, but attention has only a first "
+                "one; use create_graph=False, or torch's own attention for this term"
+            )  # fmt: skip
+        slots = list(ctx.saved_tensors)
+        slots[0] = grads[0]
+        made = self.forward(*slots, *ctx.attributes, torch.is_grad_enabled())
+        return (made, *(None,) * (len(kind.results) + self._count + self._attributes + 1))
+
+
+def _empty(form: Form | None, like: Tensor | None) -> Tensor | None:
+    if form is None or like is None:
+        return None
+    return like.new_empty_strided(form.dim, form.stride, dtype=form.dtype)
+
+
+def _filled(made: Any, like: Tensor) -> Any:
+    found = tuple(like.new_empty(0) if x is None else x for x in made)
+    return found[0] if len(found) == 1 else found
