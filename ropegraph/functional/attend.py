@@ -73,8 +73,9 @@ def sdpa(
         softcap=attributes["softcap"],
         name="attention",
     )
-    found = {"o": o, "stats": stats, "q_rot": given["q_rot"], "k_rot": given["k_rot"]}
-    return {name: found[name] for name in results}
+    return {"o": o, "q_rot": given["q_rot"], "k_rot": given["k_rot"]} | (
+        {} if stats is None else {"stats": stats}
+    )
 
 
 def masks(graph: pygraph, forms: Forms) -> dict[str, Tensor]:
@@ -115,8 +116,10 @@ def _record(
     given |= masks(graph, forms)
     _rotate(graph, given, forms, attributes, (1.0, 1.0))
     made = sdpa(graph, given, attributes, results, forms["q"].dim[3])
+    forms = {"q_rot": fresh(forms["q"]), "k_rot": fresh(forms["k"]), **results}
     for name, tensor in made.items():
-        _place(tensor, results[name], given, attributes)
+        if tensor.spec.producer is not None:
+            _place(tensor, forms[name], given, attributes)
     return made
 
 

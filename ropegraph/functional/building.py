@@ -52,9 +52,14 @@ class Turn(NamedTuple):
 
 
 class Plan:
-    """A built graph.  reads, writes: names in the order in which tensors are given and made.
+    """A built graph.
 
-    written: the forms of those; None makes none.  zeros: rows that belong to no sequence become 0.
+    reads, writes: names in the order in which tensors are given and made.  needed: those of reads
+    that the graph has, with their places.
+    written: the forms of what is made, None where nothing is.
+    turn: what makes again the rotations that were not kept, before the graph runs.
+    zeros: rows that belong to no sequence become 0.
+    beside: buffers for the time of a run.  in_place: names that share the buffer of another.
     """
 
     def __init__(
@@ -63,24 +68,26 @@ class Plan:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         written: SlotForms,
+        *,
         zeros: bool,
     ) -> None:
         graph.build()
-        self.graph = graph
-        self.turn: Plan | None = None  # what makes again the rotations that were not kept
-        needed = set(graph.lowered.recorded.inputs)
-        self._reads = [(i, name) for i, name in enumerate(reads) if name in needed]
-        make = torch.empty_strided
-        self._writes = [
-            (name, None if form is None else (form.dim, form.stride, form.dtype, form.device))
-            for name, form in zip(writes, written, strict=True)
-        ]
-        self._make, self._zeros = make, zeros
+        self.graph, self.reads, self.written = graph, reads, written
+        self.turn: Plan | None = None
+        inputs = set(graph.lowered.recorded.inputs)
+        self.needed = [(i, name) for i, name in enumerate(reads) if name in inputs]
+        self._writes = list(zip(writes, written, strict=True))
+        self._zeros = zeros
+        self.beside: list[tuple[str, Form]] = []
+        self.in_place: list[tuple[str, str]] = []
 
     def __call__(self, *given: Tensor | None) -> list[Tensor | None]:
         """Run on the tensors in the order of ``reads``; the results in the order of ``writes``."""
-        pack: dict[str, Tensor | None] = {name: given[i] for i, name in self._reads}
-        make = self._make
+        return self.run({name: given[i] for i, name in self.needed})
+
+    def run(self, pack: dict[str, Tensor | None]) -> list[Tensor | None]:
+        """Run on the tensors that are needed, by name; results are added to the pack."""
+        make = torch.empty_strided
         made: list[Tensor | None] = []
         for name, form in self._writes:
             if form is None:
@@ -92,6 +99,11 @@ class Plan:
                 x.zero_()
             made.append(x)
             pack[name] = x
+        for name, form in self.beside:
+            dim, stride, dtype, device = form
+            pack[name] = make(dim, stride, dtype=dtype, device=device)
+        for name, target in self.in_place:
+            pack[name] = pack[target]
         try:
             self.graph.execute(pack)
         except GraphError:
@@ -159,11 +171,21 @@ def _forward(job: Forward) -> Plan:
     results = kind.forms(forms, attributes, job.training)
     made = kind.record(graph, forms, attributes, results)
     first = kind.results[0]
+    is_packed = "cu_seqlens" in forms
+    beside: list[tuple[str, Form]] = []
     for name, tensor in made.items():
-        tensor.set_name(name)
-        (tensor.set_output if name == first else tensor.set_saved)(True)
+        if name == first:
+            tensor.set_output(True).set_name(name)
+        elif name in results:
+            tensor.set_saved(True).set_name(name)
+        elif tensor.get_ragged_offset() is not None and tensor.spec.producer is not None:
+            tensor.set_saved(True).set_name(name)
+            slot = next(slot for slot, result in kind.turned.items() if result == name)
+            beside.append((name, fresh(forms[slot])))
     written = tuple(map(results.get, kind.results))
-    return Plan(graph, kind.slots, kind.results, written, "cu_seqlens" in forms)
+    plan = Plan(graph, kind.slots, kind.results, written, zeros=is_packed)
+    plan.beside += beside
+    return plan
 
 
 def _turn(job: Turn) -> Plan:
@@ -172,12 +194,12 @@ def _turn(job: Turn) -> Plan:
     graph, forms, attributes = _graph(job)
     whole = build(Forward(kind, job.forms, _kept_rotations(kind, job.attributes), True)).graph
     made = kind.turn(graph, forms, attributes, whole.fold_contract.entries["attention"].factors)
-    names = tuple(kind.turned.values())
+    names = tuple(made)
     for name in names:
         made[name].set_output(True).set_name(name)
     results = kind.forms(forms, _without_recompute(attributes), True)
     written = tuple(results[name] for name in names)
-    return Plan(graph, kind.slots, names, written, "cu_seqlens" in forms)
+    return Plan(graph, kind.slots, names, written, zeros="cu_seqlens" in forms)
 
 
 def _backward(job: Backward) -> Plan:
@@ -206,16 +228,43 @@ def _backward(job: Backward) -> Plan:
         incoming.set_stride(given.stride)
     if kind.named(job.attributes).get("deterministic"):
         _make_deterministic(graph)
+    unturned = _unturned(graph, names) if has_angles(given_forms) else {}
     plan = Plan(
         graph,
         (f"d{first}", *kind.results, *kind.slots),
         tuple(f"d{name}" for name in kind.gradients),
         tuple(written),
-        forms.get("cu_seqlens") is not None,
+        zeros=forms.get("cu_seqlens") is not None,
     )
+    for name, slot in unturned.items():
+        if "cu_seqlens" in given_forms:
+            plan.beside.append((name, fresh(given_forms[slot])))
+        else:
+            plan.in_place.append((name, f"d{slot}"))
     if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
+
+
+def _unturned(graph: pygraph, names: list[str]) -> dict[str, str]:
+    """Give gradients that are still to be turned back a buffer: name -> slot.
+
+    In the workspace they would stay for good, and of packed sequences take more than these do. A
+    kernel turns them where they are; on a CPU torch would copy them first, so there they stay.
+    """
+    found: dict[str, str] = {}
+    for node in graph.recorder.nodes:
+        for slot, port in (("q", "dQ"), ("k", "dK")):
+            grad = node.outputs.get(port)
+            if not isinstance(node.attrs, SdpaBackward) or grad is None or slot not in names:
+                continue
+            # of a packed sequence the workspace would hold as many rows as if all were the longest
+            is_ragged = grad.get_ragged_offset() is not None
+            if is_ragged or ("freqs" not in names and graph.settings["handle"] is None):
+                target = graph.find_tensor(f"d{slot}")
+                grad.set_saved(True).set_name(f"d{slot}_rot").set_stride(target.get_stride())
+                found[f"d{slot}_rot"] = slot
+    return found
 
 
 def _make_deterministic(graph: pygraph) -> None:

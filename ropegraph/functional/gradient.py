@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ropegraph.functional.kind import Kind
 from ropegraph.functional.plans import Slots
 
+T = TypeVar("T")
 
-def kept(kind: Kind, slots: Slots, results: Slots, wanted: tuple[bool, ...]) -> Slots:
-    """Results, then slots, with None where the backward reads nothing.
+
+def kept(
+    kind: Kind,
+    slots: Sequence[T | None],
+    results: Sequence[T | None],
+    wanted: tuple[bool, ...],
+) -> tuple[T | None, ...]:
+    """Results, then slots (or what stands for them), None where the backward reads nothing.
 
     A tensor whose rotation is kept is read itself only for the gradient of the angles; of a single
     rotation only the angles are.
@@ -29,7 +37,7 @@ def kept(kind: Kind, slots: Slots, results: Slots, wanted: tuple[bool, ...]) -> 
 
 def place(kind: Kind, made: Slots, before: int, after: int) -> tuple[Any, ...]:
     """Gradients in the places of their slots, between that many arguments without one."""
-    found: list[Tensor | None] = [None] * len(kind.slots)
+    found: list[Tensor | None] = [None] * (before + len(kind.slots) + after)
     for index, grad in zip(kind.gradient_slots, made, strict=True):
-        found[index] = grad
-    return (*(None,) * before, *found, *(None,) * after)
+        found[before + index] = grad
+    return tuple(found)

@@ -7,6 +7,7 @@ none, an empty tensor of one axis stands for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -113,9 +114,12 @@ class Operator:
         slots, attributes, training = self._parts(inputs)
         kind.refuse_gradients(ctx.needs_input_grad)
         if not training:
-            raise GraphError(f"{kind.name}: training=False keeps nothing that a gradient needs")
+            raise GraphError(
+                f"{kind.name}: training=False keeps nothing that a gradient needs; there is no "
+                "forward-mode derivative either"
+            )
         outputs = (output,) if isinstance(output, Tensor) else output
-        results = tuple(None if x.dim() == 1 else x for x in outputs)
+        results = results_of(outputs)
         wanted = tuple(ctx.needs_input_grad[i] for i in kind.gradient_slots)
         ctx.attributes, ctx.wanted = attributes, wanted
         ctx.save_for_backward(*kept(kind, slots, results, wanted))
@@ -163,6 +167,14 @@ class Operator:
         slots[0] = grads[0]
         made = self.forward(*slots, *ctx.attributes, torch.is_grad_enabled())
         return (made, *(None,) * (len(kind.results) + self._count + self._attributes + 1))
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def results_of(outputs: Sequence[Tensor]) -> Slots:
+    """The results of an operator, None for what only stands in for one."""
+    return tuple(None if x.dim() == 1 else x for x in outputs)
 
 
 def _empty(form: Form | None, like: Tensor | None) -> Tensor | None:

@@ -6,12 +6,13 @@ forms whose meaningless strides are settled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropegraph.api.plans import LIMIT, Form
+from ropegraph.api.plans import LIMIT, Form, form_of
 from ropegraph.api.tensor import settled_strides
 from ropegraph.functional.building import Backward, Forward, Plan, SlotForms, build
 from ropegraph.functional.kept import Kept
@@ -29,7 +30,7 @@ def forward(
     key = (kind, attributes, training, *_forms_key(slots))
     plan = _find(key)
     if plan is None:
-        plan = build(Forward(kind, _settled(slots), attributes, training))
+        plan = build(Forward(kind, settled(slots), attributes, training))
         _kept.put(key, plan)
     return plan(*slots)
 
@@ -46,25 +47,31 @@ def backward(
 
     grad: of the first result.  results: of the forward.  slots: those that the backward reads.
     """
-    grad = like_result(grad, results[0])
+    if results[0] is None:
+        grad = grad.contiguous() if 0 in grad.stride() else grad
+    elif grad.stride() != results[0].stride():
+        grad = like_result(grad, form_of(results[0]))
     key = (kind, attributes, wanted, *_forms_key((grad, *results)), *_forms_key(slots))
     plan = _find(key)
     if plan is None:
-        forms = (form_of_or_none(grad), *_settled(results)[1:])
-        plan = build(Backward(kind, _settled(slots), forms, attributes, wanted))
+        forms = (settled_form(grad), *settled(results)[1:])
+        plan = build(Backward(kind, settled(slots), forms, attributes, wanted))
         _kept.put(key, plan)
+    return run(plan, grad, results, slots)
+
+
+def run(plan: Plan, grad: Tensor, results: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
+    """Run a gradient graph on all results and slots; rotations that were not kept are made."""
     if plan.turn is not None:
-        results = (*results[: -len(kind.turned)], *plan.turn(*slots))
+        made = plan.turn(*slots)
+        results = (*results[: -len(made)], *made)  # they come last
     return plan(grad, *results, *slots)
 
 
-def like_result(grad: Tensor, result: Tensor | None) -> Tensor:
-    """A gradient laid out as the result it belongs to: as it is, if it is."""
-    if result is None:
-        return grad if 0 not in grad.stride() else grad.contiguous()
-    if grad.stride() == result.stride() and grad.dtype is result.dtype:
-        return grad
-    return torch.empty_like(result).copy_(grad)
+def like_result(grad: Tensor, form: Form) -> Tensor:
+    """A gradient laid out as the result it belongs to."""
+    made = torch.empty_strided(form.dim, form.stride, dtype=form.dtype, device=form.device)
+    return made.copy_(grad)
 
 
 def _find(key: Any) -> Plan | None:
@@ -84,7 +91,7 @@ def _forms_key(slots: Slots) -> list[Any]:
     return key
 
 
-def form_of_or_none(x: Tensor | None) -> Form | None:
+def settled_form(x: Tensor | None) -> Form | None:
     """The form of a tensor, strides that mean nothing settled."""
     if x is None:
         return None
@@ -92,5 +99,6 @@ def form_of_or_none(x: Tensor | None) -> Form | None:
     return Form(dim, settled_strides(dim, x.stride()), x.dtype, x.device)
 
 
-def _settled(slots: Slots) -> SlotForms:
-    return tuple(map(form_of_or_none, slots))
+def settled(slots: Slots) -> SlotForms:
+    """The forms of all slots."""
+    return tuple(map(settled_form, slots))

@@ -69,9 +69,10 @@ class RopeStep:
 
         What belongs to no sequence becomes zero.
         """
-        (x, out), (sequences, rows) = self._alike(env[self.x], env[self.out]), place
+        x, out, (sequences, rows) = env[self.x], env[self.out], place
         self._rows = rows
         if sequences is None:
+            x, out = self._alike(x, out)
             self.rotate(x, out, _between(tables) if x.dim() == 5 else tables)
             if rows is not None:
                 _mark(out, rows)

@@ -1,0 +1,149 @@
+"""Eager calls on plain tensors: from a call to its graph and on to the gradient graph, no further.
+
+torch's dispatcher and a second look-up in the backward would take as long as the launches do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ropegraph.api.plans import LIMIT
+from ropegraph.functional.building import Backward, Forward, Plan, build
+from ropegraph.functional.gradient import kept, place
+from ropegraph.functional.kept import Kept
+from ropegraph.functional.kind import Kind
+from ropegraph.functional.library import OPERATORS
+from ropegraph.functional.plans import Slots, like_result, run, settled
+
+# Modes and transforms want to see operators; without torch's word for them nothing is skipped.
+_C: Any = getattr(torch, "_C")  # noqa: B009
+has_modes: Any = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+has_transforms: Any = getattr(_C, "_are_functorch_transforms_active", lambda: True)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Call:
+    """All that calls of one form share.  wanted: which of kind.gradients; None: no gradient."""
+
+    def __init__(
+        self, kind: Kind, slots: Slots, attributes: tuple[Any, ...], wanted: tuple[bool, ...] | None
+    ) -> None:
+        self.kind, self.attributes = kind, attributes
+        self.forms = settled(slots)
+        self.training, self.wanted = wanted is not None, wanted or ()
+        self.plan = build(Forward(kind, self.forms, attributes, self.training))
+        if wanted is not None:
+            written = self.plan.written
+            keep = kept(kind, self.forms, written, wanted)
+            count = len(written)
+            self.keeps_results = [i for i in range(count) if keep[i] is not None]
+            self.keeps_slots = [i for i in range(len(slots)) if keep[count + i] is not None]
+            places = (*self.keeps_results, *(count + i for i in self.keeps_slots))
+            self._saved = {place: i for i, place in enumerate(places)}
+            self._full = count + len(slots)
+        self._backward: Plan | None = None
+
+    def keep(self, results: list[Any], slots: Slots) -> list[Any]:
+        """What the backward reads, in the order in which it is saved."""
+        return [results[i] for i in self.keeps_results] + [slots[i] for i in self.keeps_slots]
+
+    def gradients(self, grad: Tensor, saved: Slots) -> Slots:
+        """The gradients from what keep() gave."""
+        plan = self._backward or self._build_backward()
+        form = self.plan.written[0]
+        if form is not None and grad.stride() != form.stride:
+            grad = like_result(grad, form)
+        if plan.turn is not None:
+            full = self.full(saved)
+            count = len(self.kind.results)
+            return tuple(run(plan, grad, full[:count], full[count:]))
+        pack = {name: saved[i] for i, name in self._reads}
+        pack[plan.reads[0]] = grad
+        return tuple(plan.run(pack))
+
+    def full(self, saved: Slots) -> list[Any]:
+        """Results and slots in their places, None for what was not kept."""
+        return [
+            None if (at := self._saved.get(i)) is None else saved[at] for i in range(self._full)
+        ]
+
+    def _build_backward(self) -> Plan:
+        count = len(self.kind.results)
+        forms = (*self.plan.written, *self.forms)
+        keep = [forms[i] if i in self._saved else None for i in range(self._full)]
+        # The first result is there in any case: by it the incoming gradient is laid out.
+        results = (forms[0], *keep[1:count])
+        plan = build(
+            Backward(self.kind, tuple(keep[count:]), results, self.attributes, self.wanted)
+        )
+        if plan.turn is None:
+            self._reads = [(self._saved[i - 1], name) for i, name in plan.needed if i]
+        self._backward = plan
+        return plan
+
+
+_calls: Kept[Any, Call] = Kept(LIMIT)
+
+
+def find(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Call | None:
+    """The plan of a call in eager mode; None where torch's own operator must take it."""
+    if has_modes() or has_transforms():
+        return None
+    key: list[Any] = [kind, attributes, torch.is_grad_enabled()]
+    for x in slots:
+        if x is None:
+            key.append(None)
+        else:
+            key += (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    try:
+        found = _calls.get(tuple(key))
+    except TypeError:
+        return _make(kind, slots, attributes)  # recording says which attribute cannot be
+    if found is None:
+        found = _make(kind, slots, attributes)
+        if found is not None:
+            _calls.put(tuple(key), found)
+    return found
+
+
+def _make(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Call | None:
+    if any(x is not None and (type(x) not in _PLAIN or x.is_meta) for x in slots):
+        return None
+    needs = tuple(x is not None and x.requires_grad for x in slots)
+    if not torch.is_grad_enabled() or not any(needs):
+        return Call(kind, slots, attributes, None)
+    kind.refuse_gradients(needs)
+    return Call(kind, slots, attributes, tuple(needs[i] for i in kind.gradient_slots))
+
+
+class Apply(torch.autograd.Function):
+    """A call with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *slots: Any) -> Any:
+        results = call.plan(*slots)
+        ctx.call = call
+        ctx.save_for_backward(*call.keep(results, slots))
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call: Call = ctx.call
+        saved: Slots = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in turn
+            operator = OPERATORS[call.kind.name]
+            full = tuple(call.full(saved))
+            made = operator.gradients(grads[0], full, call.attributes, call.wanted)
+        else:
+            made = call.gradients(grads[0], saved)
+        return place(call.kind, made, 1, 0)
+
+
+def run_call(call: Call, slots: Slots) -> Tensor:
+    """The first result, differentiable if the call asks for it."""
+    if call.training:
+        return cast(Tensor, Apply.apply(call, *slots))
+    return cast(Tensor, call.plan(*slots)[0])

@@ -1,0 +1,138 @@
+"""Attention on packed QKV: what it is, and the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from ropegraph.api.checks import as_list
+from ropegraph.api.plans import Form
+from ropegraph.api.pygraph import pygraph
+from ropegraph.api.tensor import Tensor
+from ropegraph.errors import GraphError
+from ropegraph.functional.attend import MASKS, POSITIONS, SDPA, masks, sdpa, settings, stats_form
+from ropegraph.functional.dispatch import register
+from ropegraph.functional.kind import (
+    ROTATION,
+    TABLES,
+    Attributes,
+    Forms,
+    Kind,
+    declare,
+    fresh,
+    has_angles,
+    rotation,
+)
+from ropegraph.ir.ops import SplitQkv
+from ropegraph.ir.packed import PARTS, view_of
+
+
+def heads(form: Form, attributes: Attributes) -> dict[str, Form]:
+    """q, k and v, [b, h, s, d] each, where they lie in the packed tensor.
+
+    Raises GraphError if split does not fit.
+    """
+    split = SplitQkv(cast(Any, tuple(attributes["split"])), attributes["by_groups"])
+    found: dict[str, Form] = {}
+    for part in PARTS:
+        _, dim, stride = view_of(split, part, form.dim, form.stride)
+        if len(dim) == 5:  # heads in two levels, which only the result of a rotation has in one
+            b, groups, ratio, s, d = dim
+            dim = b, groups * ratio, s, d
+            stride = stride[0], stride[2], *stride[3:]
+        found[part] = form._replace(dim=dim, stride=stride)
+    return found
+
+
+def read_split(where: str, given: Iterable[int], by_groups: bool | None, dim: Any) -> Any:
+    """(split, by_groups) in their final types.  Raises GraphError if both layouts fit."""
+    split = tuple(as_list(given, f"{where}: split"))
+    if len(split) != 3:
+        raise GraphError(f"{where}: split={list(split)}; use three numbers, for q, k and v")
+    if by_groups is None:
+        fits = [len(dim) == 4 and sum(split) == dim[axis] for axis in (2, 3)]
+        if all(fits):
+            raise GraphError(
+                f"{where}: split={list(split)} fits both the heads and the width of qkv {list(dim)}; say "
+                "by_groups=True or False"
+            )
+        by_groups = fits[1]
+    return split, by_groups
+
+
+def _forms(forms: Forms, attributes: Attributes, training: bool) -> dict[str, Form]:
+    parts = heads(forms["qkv"], attributes)
+    q, k, v = (parts[part] for part in PARTS)
+    o = fresh(q, (*q.dim[:3], v.dim[3]))
+    if not training:
+        return {"o": o}
+    found = {"o": o, "stats": stats_form(o)}
+    if has_angles(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
+        found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
+    return found
+
+
+def _record(
+    graph: pygraph, forms: Forms, attributes: Attributes, results: Forms
+) -> dict[str, Tensor]:
+    given = masks(graph, forms) | _rotated(graph, forms, attributes, (1.0, 1.0))
+    width = heads(forms["qkv"], attributes)["q"].dim[3]
+    made = sdpa(graph, given, attributes, results, width)
+    return {name: made[name].set_stride(form.stride) for name, form in results.items()}
+
+
+def _turn(
+    graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
+) -> dict[str, Tensor]:
+    made = _rotated(graph, forms, attributes, factors)
+    parts = heads(forms["qkv"], attributes)
+    for name, part in (("q_rot", "q"), ("k_rot", "k")):
+        made[name].set_stride(fresh(parts[part]).stride)
+    return made
+
+
+def _rotated(
+    graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
+) -> dict[str, Tensor]:
+    """q_rot, k_rot and v as parts of qkv, or made from them."""
+    given = declare(graph, forms, "qkv", *TABLES, *POSITIONS)
+    qkv = given.pop("qkv")
+    layout = {"split": attributes["split"], "by_groups": attributes["by_groups"]}
+    if has_angles(forms):
+        made = graph.qkv_rope(
+            qkv,
+            name="rope",
+            q_output_scale=factors[0],
+            k_output_scale=factors[1],
+            in_place=attributes["in_place"],
+            **layout,
+            **given,
+            **rotation(attributes),
+        )
+    else:
+        made = graph.split_qkv(qkv, name="split", **layout)
+    return dict(zip(("q_rot", "k_rot", "v"), made, strict=True))
+
+
+QKV_ATTENTION = register(
+    Kind(
+        name="qkv_attention",
+        data=("qkv",),
+        optional=(*TABLES, *POSITIONS, *MASKS),
+        attributes=(
+            ("split", "int[]"),
+            ("by_groups", "bool"),
+            *ROTATION,
+            *SDPA,
+            ("recompute_rope", "bool"),
+            ("in_place", "bool"),
+        ),
+        results=("o", "stats", "q_rot", "k_rot"),
+        gradients=("qkv", "freqs", "bias", "sink"),
+        turned={},
+        forms=_forms,
+        record=_record,
+        turn=_turn,
+        settings=settings,
+    )
+)

@@ -1,0 +1,81 @@
+"""qkv_attention: rotary attention on packed QKV; differentiable, gradients packed as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropegraph.functional.arguments import autocast, band, lengths, seed, sinks, table
+from ropegraph.functional.dispatch import call
+from ropegraph.functional.packed import QKV_ATTENTION, read_split
+
+
+def qkv_attention(
+    qkv: Tensor,
+    freqs: Tensor | None = None,
+    *,
+    split: Iterable[int],
+    by_groups: bool | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    causal_bottom_right: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    seq_lens: Tensor | tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+    alibi: bool = False,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    position_ids: Tensor | None = None,
+    start_positions: Tensor | None = None,
+    fold: str = "auto",
+    fold_log2: bool = False,
+    recompute_rope: bool = False,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    rope_dim: int = 0,
+    rope_offset: int | None = None,
+    interleaved: bool = False,
+    interleaved_output: bool | None = None,
+    attention_factor: float = 1.0,
+    inverse: bool = False,
+    half_width: bool = False,
+    table_layout: str | None = None,
+    angle_precision: str = "float32",
+    numerics: str = "fp32",
+) -> Tensor:
+    """Rotate the Q and K of a packed tensor and attend; V is read where it lies, never copied.
+
+    qkv: [b, s, (h_q + h_k + h_v) d] or [b, s, h_q + h_k + h_v, d] with split=(h_q, h_k, h_v), or by
+    groups [b, s, groups, (n + 2) d] with split=(n d, d, d): each group has n heads of Q, one of K
+    and one of V. by_groups says which where both fit. Any strides; unchanged.
+    Everything else: as for ``attention``.
+    Returns [b, h_q, s, d] with memory in the order of qkv: out.transpose(1, 2).flatten(2) copies
+    nothing. Gradients: qkv (one packed tensor, which the kernels write directly), bias, sink, and
+    freqs (by torch alone).
+    Raises GraphError as ``attention`` does, and if split does not fit.
+    """
+    where = "qkv_attention"
+    left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
+    (qkv,) = autocast((qkv,))
+    split, by_groups = read_split(where, split, by_groups, qkv.shape)
+    len_q, len_kv = lengths(where, seq_lens, None)
+    slots = (
+        qkv, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
+        position_ids, start_positions, len_q, len_kv, bias, sinks(sink),
+        seed(dropout_p, qkv.device),
+    )  # fmt: skip
+    attributes: tuple[Any, ...] = (
+        split, by_groups,
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+        scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
+        torch.are_deterministic_algorithms_enabled(),
+        recompute_rope, False,
+    )  # fmt: skip
+    return call(QKV_ATTENTION, slots, attributes)
