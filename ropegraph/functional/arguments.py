@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,12 +21,19 @@ def table(given: Tensor | None) -> Tensor | None:
     return given
 
 
-def pair(given: Any) -> tuple[Any, Any, bool]:
+def pair(where: str, given: Any) -> tuple[Any, Any, bool]:
     """One tensor for Q and K, or one for each: (Q's, K's, whether K has its own)."""
     if isinstance(given, (tuple, list)):
-        q, k = given
+        q, k = two(where, cast("Sequence[Any]", given))
         return q, k, True
     return given, None, False
+
+
+def two(where: str, given: Sequence[Any]) -> Pair:
+    """Read a pair.  Raises GraphError unless it is one."""
+    if len(given) != 2:
+        raise GraphError(f"{where} has {len(given)} entries; use two, either of them None")
+    return given[0], given[1]
 
 
 def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[Any, Any, bool]:
@@ -41,7 +49,7 @@ def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[
     if window is None:
         return None, right, bottom_right
     if isinstance(window, (tuple, list)):
-        before, after = window
+        before, after = two(f"{where}: window", cast("Sequence[Any]", window))
         if after is not None:
             after = as_count(after, f"{where}: window (right)")
             right = after if right is None else min(right, after)
@@ -49,8 +57,8 @@ def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[
         return left, right, bottom_right
     if right is None:
         raise GraphError(
-            f"{where}: window={window!r} counts keys up to the diagonal, which needs is_causal=True "
-            "or causal_bottom_right=True; or give window=(left, right)"
+            f"{where}: window={window!r:.40} counts keys up to the diagonal, which needs "
+            "is_causal=True or causal_bottom_right=True; or give window=(left, right)"
         )
     return as_count(window, f"{where}: window", 1), right, bottom_right
 
@@ -81,8 +89,7 @@ def lengths(where: str, seq_lens: Any, cu_seqlens: Tensor | None) -> Pair:
         own = cu_seqlens[1:] - cu_seqlens[:-1]
         return own, own
     if isinstance(seq_lens, (tuple, list)):
-        of_q, of_kv = seq_lens
-        return of_q, of_kv
+        return two(f"{where}: seq_lens", cast("Sequence[Any]", seq_lens))
     return seq_lens, seq_lens
 
 

@@ -93,7 +93,7 @@ def settings(attributes: Attributes) -> dict[str, Any]:
     return {"fold": attributes["fold"], "fold_log2": attributes["fold_log2"]}
 
 
-def _forms(forms: Forms, attributes: Attributes, training: bool) -> dict[str, Form]:
+def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     checks.attention("attention", forms)
     q, k, v = (forms[name] for name in ("q", "k", "v"))
     o = fresh(q, (*q.dim[:3], v.dim[3]))

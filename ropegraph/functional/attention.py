@@ -82,8 +82,8 @@ def attention(
             f"{where}: q has {q.shape[1]} heads and k {k.shape[1]}; enable_gqa=True allows that"
         )
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
-    q_ids, k_ids, has_ids = pair(position_ids)
-    q_starts, k_starts, has_starts = pair(start_positions)
+    q_ids, k_ids, has_ids = pair("attention: position_ids", position_ids)
+    q_starts, k_starts, has_starts = pair("attention: start_positions", start_positions)
     q, k, v = autocast((q, k, v))
     len_q, len_kv = lengths(where, seq_lens, cu_seqlens)
     if cu_seqlens is not None:

@@ -26,7 +26,7 @@ class Forward(NamedTuple):
     kind: Kind
     forms: SlotForms
     attributes: tuple[Any, ...]
-    training: bool
+    training: bool = True
 
 
 class Backward(NamedTuple):
@@ -168,7 +168,7 @@ def _graph(job: Forward | Turn) -> tuple[pygraph, dict[str, Form], dict[str, Any
 def _forward(job: Forward) -> Plan:
     kind = job.kind
     graph, forms, attributes = _graph(job)
-    results = kind.forms(forms, attributes, job.training)
+    results = kind.forms(forms, attributes, training=job.training)
     made = kind.record(graph, forms, attributes, results)
     first = kind.results[0]
     is_packed = "cu_seqlens" in forms
@@ -192,12 +192,12 @@ def _turn(job: Turn) -> Plan:
     kind = job.kind
     assert kind.turn is not None
     graph, forms, attributes = _graph(job)
-    whole = build(Forward(kind, job.forms, _kept_rotations(kind, job.attributes), True)).graph
+    whole = build(Forward(kind, job.forms, _kept_rotations(kind, job.attributes))).graph
     made = kind.turn(graph, forms, attributes, whole.fold_contract.entries["attention"].factors)
     names = tuple(made)
     for name in names:
         made[name].set_output(True).set_name(name)
-    results = kind.forms(forms, _without_recompute(attributes), True)
+    results = kind.forms(forms, _without_recompute(attributes), training=True)
     written = tuple(results[name] for name in names)
     return Plan(graph, kind.slots, names, written, zeros="cu_seqlens" in forms)
 
@@ -210,7 +210,7 @@ def _backward(job: Backward) -> Plan:
         forms[slot] = forms[slot] or results[result]
     given_forms = {name: form for name, form in forms.items() if form is not None}
     attributes = _kept_rotations(kind, job.attributes)
-    forward = build(Forward(kind, tuple(forms.values()), attributes, True)).graph
+    forward = build(Forward(kind, tuple(forms.values()), attributes)).graph
     names = [n for n, is_wanted in zip(kind.gradients, job.wanted, strict=True) if is_wanted]
     first = kind.results[0]
     graph = forward.backward_graph([first], names)

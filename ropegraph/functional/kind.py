@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,14 @@ ROTATION: tuple[Attribute, ...] = (
 )
 
 
+class Shapes(Protocol):
+    """The forms of the results; see Kind.forms."""
+
+    def __call__(
+        self, forms: Forms, attributes: Attributes, *, training: bool
+    ) -> dict[str, Form]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Kind:
     """An operation on tensors in slots: those of ``data`` are always there, the others may be None.
@@ -56,7 +64,7 @@ class Kind:
     results: tuple[str, ...]
     gradients: tuple[str, ...]
     turned: Mapping[str, str]
-    forms: Callable[[Forms, Attributes, bool], dict[str, Form]]
+    forms: Shapes
     record: Callable[[pygraph, Forms, Attributes, Forms], dict[str, Tensor]]
     turn: Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]] | None
 

@@ -73,7 +73,7 @@ class Operator:
     def _forward_fake(self, *arguments: Any) -> Any:
         slots, attributes, training = self._parts(arguments)
         forms = self._forms(slots)
-        results = self.kind.forms(forms, self.kind.named(attributes), training)
+        results = self.kind.forms(forms, self.kind.named(attributes), training=training)
         made = [_empty(results.get(name), slots[0]) for name in self.kind.results]
         return _filled(made, cast(Tensor, slots[0]))
 
@@ -156,13 +156,11 @@ class Operator:
         others = 1 + len(kind.results)
         angles = others + kind.slots.index("freqs")
         if kind.turn is not None or ctx.needs_input_grad[angles]:
-            what = "freqs" if kind.turn is None else "attention"
+            what = "attention" if kind.turn is not None else "a rotation whose freqs require grad"
             raise GraphError(
-                f"{kind.name}: a second derivative was asked for, and {what} has only a first one; "
-                "use create_graph=False, or detach freqs" if kind.turn is None else
-                f"{kind.name}: a second derivative was asked for, but attention has only a first "
-                "one; use create_graph=False, or torch's own attention for this term"
-            )  # fmt: skip
+                f"{kind.name}: a second derivative was asked for, but {what} has only a first one; "
+                "use create_graph=False, detach freqs, or take torch's own attention for this term"
+            )
         slots = list(ctx.saved_tensors)
         slots[0] = grads[0]
         made = self.forward(*slots, *ctx.attributes, torch.is_grad_enabled())

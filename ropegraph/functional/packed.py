@@ -53,14 +53,14 @@ def read_split(where: str, given: Iterable[int], by_groups: bool | None, dim: An
         fits = [len(dim) == 4 and sum(split) == dim[axis] for axis in (2, 3)]
         if all(fits):
             raise GraphError(
-                f"{where}: split={list(split)} fits both the heads and the width of qkv {list(dim)}; say "
-                "by_groups=True or False"
+                f"{where}: split={list(split)} fits both the heads and the width of qkv "
+                f"{list(dim)}; say by_groups=True or False"
             )
         by_groups = fits[1]
     return split, by_groups
 
 
-def _forms(forms: Forms, attributes: Attributes, training: bool) -> dict[str, Form]:
+def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     parts = heads(forms["qkv"], attributes)
     q, k, v = (parts[part] for part in PARTS)
     o = fresh(q, (*q.dim[:3], v.dim[3]))
@@ -85,6 +85,7 @@ def _turn(
     graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
 ) -> dict[str, Tensor]:
     made = _rotated(graph, forms, attributes, factors)
+    del made["v"]
     parts = heads(forms["qkv"], attributes)
     for name, part in (("q_rot", "q"), ("k_rot", "k")):
         made[name].set_stride(fresh(parts[part]).stride)

@@ -26,7 +26,7 @@ from ropegraph.functional.kind import (
 _POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
 
 
-def _forms(forms: Forms, attributes: Attributes, training: bool) -> dict[str, Form]:
+def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:  # noqa: ARG001 - as others
     data("rope", forms, "x")
     return {"y": fresh(forms["x"])}
 
