@@ -66,7 +66,7 @@ def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The operands of attention in the type of autocast, as for torch's own attention."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)

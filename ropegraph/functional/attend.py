@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropegraph.api.checks import as_number
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
@@ -58,7 +59,7 @@ def sdpa(
         given["q_rot"],
         given["k_rot"],
         given["v"],
-        max(width, 1) ** -0.5 if scale is None else scale,
+        max(width, 1) ** -0.5 if scale is None else as_number(scale, "attention: scale"),
         generate_stats="stats" in results,
         bias=given.get("bias"),
         use_alibi_mask=attributes["alibi"],

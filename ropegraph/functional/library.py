@@ -63,7 +63,8 @@ class Operator:
     def _parts(self, arguments: tuple[Any, ...]) -> tuple[Slots, tuple[Any, ...], Any]:
         """Slots, attributes, and what comes last."""
         count = self._count
-        return arguments[:count], arguments[count:-1], arguments[-1]
+        attributes = (tuple(a) if type(a) is list else a for a in arguments[count:-1])
+        return arguments[:count], tuple(attributes), arguments[-1]
 
     def _forward(self, *arguments: Any) -> Any:
         slots, attributes, training = self._parts(arguments)

@@ -67,7 +67,7 @@ def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str,
     if not training:
         return {"o": o}
     found = {"o": o, "stats": stats_form(o)}
-    if has_angles(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
+    if has_angles(forms) and not attributes["recompute_rope"]:
         found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
     return found
 
@@ -105,7 +105,6 @@ def _rotated(
             name="rope",
             q_output_scale=factors[0],
             k_output_scale=factors[1],
-            in_place=attributes["in_place"],
             **layout,
             **given,
             **rotation(attributes),
@@ -126,7 +125,6 @@ QKV_ATTENTION = register(
             *ROTATION,
             *SDPA,
             ("recompute_rope", "bool"),
-            ("in_place", "bool"),
         ),
         results=("o", "stats", "q_rot", "k_rot"),
         gradients=("qkv", "freqs", "bias", "sink"),

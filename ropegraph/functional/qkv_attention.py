@@ -76,6 +76,6 @@ def qkv_attention(
         half_width, table_layout, angle_precision, numerics,
         scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
         torch.are_deterministic_algorithms_enabled(),
-        recompute_rope, False,
+        recompute_rope,
     )  # fmt: skip
     return call(QKV_ATTENTION, slots, attributes)
