@@ -31,6 +31,23 @@ def pairs_of(graph: Graph, names: Sequence[str]) -> list[Pair]:
     place = {name: i for i, name in enumerate(names)}
     # Ports, not nodes: both parts of a merged rotation may read one value.
     reads = [graph.place(value) for node in graph.nodes for value in node.inputs.values()]
+
+    def turns_alone(step: int, source: str | None) -> bool:
+        """True if nothing but the node at ``step`` reads what it rotates."""
+        return (
+            source in place
+            and graph.values[source].ragged_offset is None
+            and last_read.get(source, -1) == step
+            and reads.count(source) == 1
+        )
+
+    # What an output was before it was rotated, if that has a buffer for nothing but this.
+    before = {
+        output: source
+        for step, node in enumerate(graph.nodes)
+        for output in map(graph.place, graph.written_by(node))
+        if (source := rotated_by(node, output)) is not None and turns_alone(step, source)
+    }
     found: dict[tuple[int, int], Pair] = {}
     for step, node in enumerate(graph.nodes):
         for part in graph.written_by(node):
@@ -42,11 +59,8 @@ def pairs_of(graph: Graph, names: Sequence[str]) -> list[Pair]:
                 is_used_later = last_read.get(name, -1) >= step or name in graph.outputs
                 # Of several nodes that write parts of one buffer, the first decides.
                 if name != output and is_used_later and (place[output], other) not in found:
-                    may_be_in_place = (
-                        name == rotated
-                        and graph.values[name].ragged_offset is None
-                        and last_read[name] == step
-                        and reads.count(name) == 1
+                    may_be_in_place = before.get(name) == output or (
+                        name == rotated and turns_alone(step, name)
                     )
                     pair = Pair(place[output], other, node.name, may_be_in_place)
                     found[pair.output, pair.other] = pair

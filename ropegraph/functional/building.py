@@ -237,13 +237,18 @@ def _backward(job: Backward) -> Plan:
         zeros=forms.get("cu_seqlens") is not None,
     )
     for name, slot in unturned.items():
-        if "cu_seqlens" in given_forms:
+        if "cu_seqlens" in given_forms or _moves_channels(kind.named(attributes)):
             plan.beside.append((name, fresh(given_forms[slot])))
         else:
             plan.in_place.append((name, f"d{slot}"))
     if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
+
+
+def _moves_channels(attributes: dict[str, Any]) -> bool:
+    """True if a rotation writes its pairs in another order, which is no work for one buffer."""
+    return attributes["interleaved_output"] not in (None, attributes["interleaved"])
 
 
 def _unturned(graph: pygraph, names: list[str]) -> dict[str, str]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import ropegraph as rg
-from ropegraph.functional import attention, qkv_attention, rope
+from ropegraph.functional import attention, building, eager, qkv_attention, rope
+from ropegraph.functional.kept import Kept
 from ropegraph.testing import oracle
 from ropegraph.testing.budget import assert_within
 from tests.functional.cases import (
@@ -50,6 +51,22 @@ def test_bias_and_sink(shape: tuple[int, ...]) -> None:
     case = Case("", {"is_causal": True}, {"keep": CAUSAL})
     got = result(case, *inputs, bias=bias, sink=sink)
     check(got, expected(case, *inputs, bias=bias, sink=sink), (*inputs, bias, sink))
+
+
+@pytest.mark.parametrize("options", [{}, {"fold": "symmetric"}, {"recompute_rope": True}])
+def test_gradients_turned_in_place(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the workspace holds no gradient."""
+    monkeypatch.setattr(building, "Handle", lambda device: None)
+    monkeypatch.setattr(building, "_built", getattr(building, "_build"))  # noqa: B009
+    monkeypatch.setattr(eager, "_calls", Kept[Any, Any](8))
+    case, inputs = Case("", {"is_causal": True, **options}, {"keep": CAUSAL}), heads(F64)
+    check(result(case, *inputs), expected(case, *inputs), inputs)
+    (call,) = vars(getattr(eager, "_calls"))["_young"].values()  # noqa: B009
+    plan = call._backward
+    assert plan.in_place == [("dq_rot", "dq"), ("dk_rot", "dk")]
+    assert not plan.graph.plan.workspace
 
 
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 2), (1, 2)])
