@@ -101,7 +101,16 @@ def tokens(where: str, x: Tensor) -> Tensor:
 
 
 def sinks(given: Tensor | None) -> Tensor | None:
-    """[h] as [1, h, 1, 1]."""
-    if given is not None and given.dim() == 1:
-        return given[None, :, None, None]
-    return given
+    """[h] as [1, h, 1, 1], in at least fp32, as logits are."""
+    if given is None:
+        return None
+    if given.dtype in (torch.float16, torch.bfloat16):
+        given = given.float()
+    return given[None, :, None, None] if given.dim() == 1 else given
+
+
+def broadcast(bias: Tensor | None) -> Tensor | None:
+    """A bias of fewer axes as one of four, the first of length 1."""
+    if bias is None or bias.dim() >= 4:
+        return bias
+    return bias[(None,) * (4 - bias.dim())]

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ropegraph.errors import GraphError
-from ropegraph.functional.arguments import autocast, band, lengths, pair, seed, sinks, table, tokens
+from ropegraph.functional.arguments import (
+    autocast,
+    band,
+    broadcast,
+    lengths,
+    pair,
+    seed,
+    sinks,
+    table,
+    tokens,
+)
 from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.dispatch import call
 
@@ -91,7 +101,7 @@ def attention(
     slots = (
         q, k, v, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
         q_ids, q_starts, k_ids, k_starts, cu_seqlens,
-        len_q, len_kv, bias, sinks(sink), seed(dropout_p, q.device),
+        len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, q.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,

@@ -34,6 +34,8 @@ def call(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Tensor:
         raise GraphError(
             f"{kind.name}: torch.func has no gradient of it; use torch.autograd.grad, or backward()"
         )
+    if kind.in_place:  # an operator changes none of its arguments; compilers plan memory themselves
+        attributes = (*attributes[:-1], False)
     made = OPERATORS[kind.name].forward(*slots, *attributes, training)
     return made if len(kind.results) == 1 else made[0]
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.plans import LIMIT
+from ropegraph.errors import GraphError
 from ropegraph.functional.building import Backward, Forward, Plan, build
 from ropegraph.functional.gradient import kept, place
 from ropegraph.functional.kept import Kept
-from ropegraph.functional.kind import Kind
+from ropegraph.functional.kind import Kind, has_angles
 from ropegraph.functional.library import OPERATORS
 from ropegraph.functional.plans import Slots, like_result, run, settled
 
@@ -33,6 +34,7 @@ class Call:
     ) -> None:
         self.kind, self.attributes = kind, attributes
         self.forms = settled(slots)
+        self._named = {n for n, x in zip(kind.slots, slots, strict=True) if x is not None}
         self.training, self.wanted = wanted is not None, wanted or ()
         self.plan = build(Forward(kind, self.forms, attributes, self.training))
         if wanted is not None:
@@ -44,6 +46,7 @@ class Call:
             places = (*self.keeps_results, *(count + i for i in self.keeps_slots))
             self._saved = {place: i for i, place in enumerate(places)}
             self._full = count + len(slots)
+        self.in_place = kind.in_place and bool(attributes[-1]) and has_angles(self._named)
         self._backward: Plan | None = None
 
     def keep(self, results: list[Any], slots: Slots) -> list[Any]:
@@ -142,8 +145,33 @@ class Apply(torch.autograd.Function):
         return place(call.kind, made, 1, 0)
 
 
+class ApplyInPlace(Apply):
+    """A call that writes over its first slot, which then is another result of it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *slots: Any) -> Any:
+        first = Apply.forward(ctx, call, *slots)
+        ctx.mark_dirty(slots[0])
+        ctx.set_materialize_grads(False)
+        return first, slots[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        kind: Kind = ctx.call.kind
+        if grads[1] is not None:
+            raise GraphError(
+                f"{kind.name}: {kind.slots[0]} was rotated in place, and what read it afterwards "
+                "hands it a gradient; leave in_place out"
+            )
+        if grads[0] is None:
+            return place(kind, (None,) * len(kind.gradients), 1, 0)
+        return Apply.backward(ctx, grads[0])
+
+
 def run_call(call: Call, slots: Slots) -> Tensor:
     """The first result, differentiable if the call asks for it."""
+    if call.training and call.in_place:
+        return cast(Tensor, ApplyInPlace.apply(call, *slots)[0])
     if call.training:
         return cast(Tensor, Apply.apply(call, *slots))
     return cast(Tensor, call.plan(*slots)[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -55,6 +55,7 @@ class Kind:
     turn: (graph, forms, attributes, factors of q and k) -> the rotations alone; None where the
     kind is nothing but a rotation, and linear.
     settings: attributes -> keywords of pygraph.
+    in_place: the last attribute says whether the first slot may be written over.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Kind:
     turn: Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]] | None
 
     settings: Callable[[Attributes], dict[str, Any]]
+    in_place: bool = False
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
@@ -121,7 +123,7 @@ def rotation(attributes: Attributes) -> dict[str, Any]:
     return {name: attributes[name] for name, _ in ROTATION}
 
 
-def has_angles(forms: Forms) -> bool:
+def has_angles(forms: Container[str]) -> bool:
     """True if anything is rotated."""
     return any(name in forms for name in TABLES)
 

@@ -63,8 +63,7 @@ class Operator:
     def _parts(self, arguments: tuple[Any, ...]) -> tuple[Slots, tuple[Any, ...], Any]:
         """Slots, attributes, and what comes last."""
         count = self._count
-        attributes = (tuple(a) if type(a) is list else a for a in arguments[count:-1])
-        return arguments[:count], tuple(attributes), arguments[-1]
+        return arguments[:count], tuple(map(_hashable, arguments[count:-1])), arguments[-1]
 
     def _forward(self, *arguments: Any) -> Any:
         slots, attributes, training = self._parts(arguments)
@@ -169,6 +168,11 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+
+
+def _hashable(attribute: Any) -> Any:
+    """An attribute as a key can hold it: torch hands on a list where a tuple was given."""
+    return tuple(cast("list[Any]", attribute)) if isinstance(attribute, list) else attribute
 
 
 def results_of(outputs: Sequence[Tensor]) -> Slots:

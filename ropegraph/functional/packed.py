@@ -67,7 +67,7 @@ def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str,
     if not training:
         return {"o": o}
     found = {"o": o, "stats": stats_form(o)}
-    if has_angles(forms) and not attributes["recompute_rope"]:
+    if has_angles(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
         found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
     return found
 
@@ -103,6 +103,7 @@ def _rotated(
         made = graph.qkv_rope(
             qkv,
             name="rope",
+            in_place=attributes["in_place"],
             q_output_scale=factors[0],
             k_output_scale=factors[1],
             **layout,
@@ -125,6 +126,7 @@ QKV_ATTENTION = register(
             *ROTATION,
             *SDPA,
             ("recompute_rope", "bool"),
+            ("in_place", "bool"),
         ),
         results=("o", "stats", "q_rot", "k_rot"),
         gradients=("qkv", "freqs", "bias", "sink"),
@@ -133,5 +135,6 @@ QKV_ATTENTION = register(
         record=_record,
         turn=_turn,
         settings=settings,
+        in_place=True,
     )
 )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropegraph.functional.arguments import autocast, band, lengths, seed, sinks, table
+from ropegraph.errors import GraphError
+from ropegraph.functional.arguments import autocast, band, broadcast, lengths, seed, sinks, table
 from ropegraph.functional.dispatch import call
 from ropegraph.functional.packed import QKV_ATTENTION, read_split
 
@@ -34,6 +35,7 @@ def qkv_attention(
     fold: str = "auto",
     fold_log2: bool = False,
     recompute_rope: bool = False,
+    in_place: bool = False,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     cos_sin: Tensor | None = None,
@@ -54,6 +56,9 @@ def qkv_attention(
     qkv: [b, s, (h_q + h_k + h_v) d] or [b, s, h_q + h_k + h_v, d] with split=(h_q, h_k, h_v), or by
     groups [b, s, groups, (n + 2) d] with split=(n d, d, d): each group has n heads of Q, one of K
     and one of V. by_groups says which where both fit. Any strides; unchanged.
+    in_place: the rotated Q and K are written over qkv, and nothing of their size is kept; qkv must
+    be no leaf that requires grad, and nobody may read it afterwards. torch.compile, which plans
+    memory itself, leaves it as it is.
     Everything else: as for ``attention``.
     Returns [b, h_q, s, d] with memory in the order of qkv: out.transpose(1, 2).flatten(2) copies
     nothing. Gradients: qkv (one packed tensor, which the kernels write directly), bias, sink, and
@@ -61,13 +66,15 @@ def qkv_attention(
     Raises GraphError as ``attention`` does, and if split does not fit.
     """
     where = "qkv_attention"
+    if in_place and recompute_rope:
+        raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
     len_q, len_kv = lengths(where, seq_lens, None)
     slots = (
         qkv, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
-        position_ids, start_positions, len_q, len_kv, bias, sinks(sink),
+        position_ids, start_positions, len_q, len_kv, broadcast(bias), sinks(sink),
         seed(dropout_p, qkv.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
@@ -76,6 +83,6 @@ def qkv_attention(
         half_width, table_layout, angle_precision, numerics,
         scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
         torch.are_deterministic_algorithms_enabled(),
-        recompute_rope,
+        recompute_rope, in_place,
     )  # fmt: skip
     return call(QKV_ATTENTION, slots, attributes)

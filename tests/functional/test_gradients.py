@@ -141,6 +141,35 @@ def test_packed_qkv(kind: str, options: dict[str, Any]) -> None:
     assert torch.autograd.grad(again.sum(), x)[0].is_contiguous()
 
 
+def test_packed_qkv_in_place() -> None:
+    x, split, _ = packed("heads")
+    y, z = x * 1, x * 1
+    version = y._version
+    want = qkv_attention(z, table(), split=split, is_causal=True)
+    o = qkv_attention(y, table(), split=split, is_causal=True, in_place=True)
+    assert torch.equal(o, want)
+    assert y._version > version
+    assert torch.equal(y[:, :, -H_KV:], z[:, :, -H_KV:])
+    assert not torch.equal(y, z)
+    (again,) = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    assert torch.equal(again, torch.autograd.grad(want.sum(), x)[0])
+    with pytest.raises(rg.GraphError, match="qkv was rotated in place, and what read it"):
+        (o.sum() + y.sum()).backward()
+    with pytest.raises(rg.GraphError, match="leaf tensor that requires grad"):
+        qkv_attention(x, table(), split=split, in_place=True)
+    with pytest.raises(rg.GraphError, match="give one of the two"):
+        qkv_attention(y, table(), split=split, in_place=True, recompute_rope=True)
+
+
+def test_what_others_saved_before_is_noticed() -> None:
+    x, split, _ = packed("heads")
+    y = x * 1
+    other = y.square().sum()
+    o = qkv_attention(y, table(), split=split, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (other + o.sum()).backward()
+
+
 def test_packed_qkv_without_angles() -> None:
     x, split, (q, k, v) = packed("heads")
     want, _ = oracle.attention(q, k, v, attn_scale=D**-0.5)
@@ -239,7 +268,7 @@ def test_transforms_are_refused_by_name() -> None:
         ({"cos": table()}, "angles are given twice"),
         ({"position_ids": (None,)}, "has 1 entries; use two"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"data is \[1, h, t, d\]"),
-        ({"bias": torch.zeros(3, 3)}, "bias"),
+        ({"bias": torch.zeros(3, 3)}, "does not broadcast to the logits"),
     ],
 )
 def test_errors_name_the_argument(options: dict[str, Any], message: str) -> None:

@@ -112,6 +112,7 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
             "split": {"split": (6, 1, 1)},
             "by_groups": {"by_groups": True, "freqs": table(LONG, 2)},
             "qkv": {"packed": True},
+            "in_place": {"in_place": True},
         },
     ),
 }
@@ -135,9 +136,8 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
         elif name == "attention":
             o = attention(*xs, **options)
         else:
-            o = qkv_attention(
-                xs[0].transpose(1, 2), **{"split": (4, 2, 2), "by_groups": False, **options}
-            )
+            options = {"split": (4, 2, 2), "by_groups": False, **options}
+            o = qkv_attention(xs[0].transpose(1, 2) * 1, **options)
         return [o, *torch.autograd.grad(o.square().sum(), xs)]
     finally:
         torch.use_deterministic_algorithms(False)
