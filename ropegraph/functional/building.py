@@ -58,7 +58,7 @@ class Plan:
     that the graph has, with their places.
     written: the forms of what is made, None where nothing is.
     turn: what makes again the rotations that were not kept, before the graph runs.
-    zeros: rows that belong to no sequence become 0.
+    zeros: results that are 0 before they are written: rows of no sequence stay it.
     beside: buffers for the time of a run.  in_place: names that share the buffer of another.
     """
 
@@ -68,8 +68,7 @@ class Plan:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         written: SlotForms,
-        *,
-        zeros: bool,
+        zeros: tuple[str, ...] = (),
     ) -> None:
         graph.build()
         self.graph, self.reads, self.written = graph, reads, written
@@ -95,7 +94,7 @@ class Plan:
                 continue
             dim, stride, dtype, device = form
             x = make(dim, stride, dtype=dtype, device=device)
-            if self._zeros:
+            if name in self._zeros:
                 x.zero_()
             made.append(x)
             pack[name] = x
@@ -183,7 +182,7 @@ def _forward(job: Forward) -> Plan:
             slot = next(slot for slot, result in kind.turned.items() if result == name)
             beside.append((name, fresh(forms[slot])))
     written = tuple(map(results.get, kind.results))
-    plan = Plan(graph, kind.slots, kind.results, written, zeros=is_packed)
+    plan = Plan(graph, kind.slots, kind.results, written, (first,) if is_packed else ())
     plan.beside += beside
     return plan
 
@@ -199,7 +198,7 @@ def _turn(job: Turn) -> Plan:
         made[name].set_output(True).set_name(name)
     results = kind.forms(forms, _without_recompute(attributes), training=True)
     written = tuple(results[name] for name in names)
-    return Plan(graph, kind.slots, names, written, zeros="cu_seqlens" in forms)
+    return Plan(graph, kind.slots, names, written)
 
 
 def _backward(job: Backward) -> Plan:
@@ -229,12 +228,13 @@ def _backward(job: Backward) -> Plan:
     if kind.named(job.attributes).get("deterministic"):
         _make_deterministic(graph)
     unturned = _unturned(graph, names) if has_angles(given_forms) else {}
+    grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
         (f"d{first}", *kind.results, *kind.slots),
-        tuple(f"d{name}" for name in kind.gradients),
+        grads,
         tuple(written),
-        zeros=forms.get("cu_seqlens") is not None,
+        grads if "cu_seqlens" in given_forms else (),
     )
     for name, slot in unturned.items():
         if "cu_seqlens" in given_forms or _moves_channels(kind.named(attributes)):
