@@ -80,7 +80,8 @@ def test_some_gradients_alone(which: tuple[int, ...]) -> None:
     assert all(torch.equal(g, whole[i]) for g, i in zip(grads, which, strict=True))
 
 
-def test_gradcheck_of_everything_at_once() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradcheck_of_everything_at_once(recompute: bool) -> None:
     q, k, v = (x[:1, :, :5].detach().requires_grad_() for x in heads(F64))
     freqs = table(5).double().requires_grad_()
     g = torch.Generator().manual_seed(1)
@@ -91,7 +92,7 @@ def test_gradcheck_of_everything_at_once() -> None:
         torch.manual_seed(3)
         return attention(
             q, k, v, freqs, bias=bias, sink=sink, is_causal=True, enable_gqa=True, softcap=3.0,
-            dropout_p=0.3,
+            dropout_p=0.3, recompute_rope=recompute,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(run, (q, k, v, freqs, bias, sink), fast_mode=True)
@@ -202,6 +203,22 @@ def test_positions_of_q_and_k() -> None:
     ids = torch.arange(8, 11)[None]
     same = attention(q, k, v, table(11), position_ids=(ids, None), enable_gqa=True)
     assert torch.equal(same, got)
+
+
+def test_sinks_and_biases_as_a_model_holds_them() -> None:
+    q, k, v = heads(torch.bfloat16)
+    sink = torch.randn(H_Q, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(S, S, dtype=torch.bfloat16, requires_grad=True)
+    o = attention(q, k, v, table(), sink=sink, bias=bias, enable_gqa=True)
+    wide = sink.detach().float()[None, :, None, None]
+    assert torch.equal(
+        o, attention(q, k, v, table(), sink=wide, bias=bias[None, None], enable_gqa=True)
+    )
+    o.sum().backward()
+    assert sink.grad is not None
+    assert sink.grad.dtype is torch.bfloat16
+    assert bias.grad is not None
+    assert bias.grad.shape == bias.shape
 
 
 def test_causal_corners() -> None:

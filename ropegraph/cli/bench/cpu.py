@@ -16,6 +16,7 @@ from torch import Tensor
 import ropegraph as rg
 from ropegraph.cli.bench.row import Row
 from ropegraph.cli.bench.timing import paired
+from ropegraph.functional import attention
 
 PROCESSES = 5
 PLAIN = "rotate-half + F.sdpa"
@@ -98,6 +99,19 @@ class Case:
             torch.testing.assert_close(grad, want, atol=1e-4, rtol=1e-4)
         return ours, plain
 
+    def autograd_pair(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """The same step through autograd on both sides, results and gradients allocated."""
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+
+        def step(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(run(*leaves), leaves, self.do)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, self.freqs, is_causal=True)
+
+        torch.testing.assert_close(step(ours), step(self.plain), atol=1e-4, rtol=1e-4)
+        return lambda: step(ours), lambda: step(self.plain)
+
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = (rotate_half(x, self.cos, self.sin) for x in (q, k))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -139,6 +153,9 @@ def _rows_once(_: int) -> list[Row]:
         t = paired(*case.step_pair(), rounds)
         work = f"forward + backward, {name}"
         found.append(Row(work, t.ours_us, t.ratio, 1.0, "x", {f"{PLAIN}, autograd": t.other_us}))
+    t = paired(*Case(1, 8, 1024, 64).autograd_pair(), 30)
+    work = "training step by autograd, f32 b1 h8 s1024 d64"
+    found.append(Row(work, t.ours_us, t.ratio, 0.95, "x", {f"{PLAIN}, autograd": t.other_us}))
     t = paired(*Case(1, 1, 1, 8).forward_pair(), 30, calls=200)
     more = t.ours_us - t.other_us
     found.append(Row("execute, b1 h1 s1 d8", t.ours_us, more, 60.0, "us more", {PLAIN: t.other_us}))

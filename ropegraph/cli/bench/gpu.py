@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ropegraph as rg
-from ropegraph.cli.bench import peers
+from ropegraph.cli.bench import autograd, peers
 from ropegraph.cli.bench.row import Row
 from ropegraph.cli.bench.timing import device_us, host_us
 
@@ -112,6 +112,7 @@ def rows() -> list[Row]:
     found += _attention(1, 2048, 101.0, None)
     found += host
     found.append(_training_step(1, 512))
+    found += autograd.rows(angles)
     return found
 
 
