@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ropegraph.api.handle import Handle
 from ropegraph.api.plans import LIMIT, Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.wrapper import graph_cache
-from ropegraph.errors import GraphError
 from ropegraph.functional.kind import Kind, fresh, has_angles
-from ropegraph.ir.ops import SdpaBackward
-
-SlotForms = tuple[Form | None, ...]
+from ropegraph.functional.plan import Plan, SlotForms
+from ropegraph.functional.unturned import make_deterministic, moves_channels, unturned
 
 
 class Forward(NamedTuple):
@@ -49,74 +45,6 @@ class Turn(NamedTuple):
     kind: Kind
     forms: SlotForms
     attributes: tuple[Any, ...]
-
-
-class Plan:
-    """A built graph.
-
-    reads, writes: names in the order in which tensors are given and made.  needed: those of reads
-    that the graph has, with their places.
-    written: the forms of what is made, None where nothing is.
-    turn: what makes again the rotations that were not kept, before the graph runs.
-    zeros: results that are 0 before they are written: rows of no sequence stay it.
-    beside: buffers for the time of a run.  in_place: names that share the buffer of another.
-    """
-
-    def __init__(
-        self,
-        graph: pygraph,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
-        written: SlotForms,
-        zeros: tuple[str, ...] = (),
-    ) -> None:
-        graph.build()
-        self.graph, self.reads, self.written = graph, reads, written
-        self.turn: Plan | None = None
-        inputs = set(graph.lowered.recorded.inputs)
-        self.needed = [(i, name) for i, name in enumerate(reads) if name in inputs]
-        self._writes = list(zip(writes, written, strict=True))
-        self._zeros = zeros
-        self.beside: list[tuple[str, Form]] = []
-        self.in_place: list[tuple[str, str]] = []
-
-    def __call__(self, *given: Tensor | None) -> list[Tensor | None]:
-        """Run on the tensors in the order of ``reads``; the results in the order of ``writes``."""
-        return self.run({name: given[i] for i, name in self.needed})
-
-    def run(self, pack: dict[str, Tensor | None]) -> list[Tensor | None]:
-        """Run on the tensors that are needed, by name; results are added to the pack."""
-        make = torch.empty_strided
-        made: list[Tensor | None] = []
-        for name, form in self._writes:
-            if form is None:
-                made.append(None)
-                continue
-            dim, stride, dtype, device = form
-            x = make(dim, stride, dtype=dtype, device=device)
-            if name in self._zeros:
-                x.zero_()
-            made.append(x)
-            pack[name] = x
-        for name, form in self.beside:
-            dim, stride, dtype, device = form
-            pack[name] = make(dim, stride, dtype=dtype, device=device)
-        for name, target in self.in_place:
-            pack[name] = pack[target]
-        try:
-            self.graph.execute(pack)
-        except GraphError:
-            # Some kernels load 16 bytes at a time; a view may start anywhere.
-            moved = {n: _moved(x) for n, x in pack.items() if x is not None and x.data_ptr() & 15}
-            if not moved:
-                raise
-            self.graph.execute(pack | moved)
-        return made
-
-
-def _moved(x: Tensor) -> Tensor:
-    """A copy with the same strides, in memory of its own."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 Job = Forward | Backward | Turn
@@ -226,8 +154,8 @@ def _backward(job: Backward) -> Plan:
     if incoming.get_ragged_offset() is None and given is not None:
         incoming.set_stride(given.stride)
     if kind.named(job.attributes).get("deterministic"):
-        _make_deterministic(graph)
-    unturned = _unturned(graph, names) if has_angles(given_forms) else {}
+        make_deterministic(graph)
+    still = unturned(graph, names) if has_angles(given_forms) else {}
     grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
@@ -236,46 +164,14 @@ def _backward(job: Backward) -> Plan:
         tuple(written),
         grads if "cu_seqlens" in given_forms else (),
     )
-    for name, slot in unturned.items():
-        if "cu_seqlens" in given_forms or _moves_channels(kind.named(attributes)):
+    for name, slot in still.items():
+        if "cu_seqlens" in given_forms or moves_channels(kind.named(attributes)):
             plan.beside.append((name, fresh(given_forms[slot])))
         else:
             plan.in_place.append((name, f"d{slot}"))
     if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
-
-
-def _moves_channels(attributes: dict[str, Any]) -> bool:
-    """True if a rotation writes its pairs in another order, which is no work for one buffer."""
-    return attributes["interleaved_output"] not in (None, attributes["interleaved"])
-
-
-def _unturned(graph: pygraph, names: list[str]) -> dict[str, str]:
-    """Give gradients that are still to be turned back a buffer: name -> slot.
-
-    In the workspace they would stay for good, and of packed sequences take more than these do. A
-    kernel turns them where they are; on a CPU torch would copy them first, so there they stay.
-    """
-    found: dict[str, str] = {}
-    for node in graph.recorder.nodes:
-        for slot, port in (("q", "dQ"), ("k", "dK")):
-            grad = node.outputs.get(port)
-            if not isinstance(node.attrs, SdpaBackward) or grad is None or slot not in names:
-                continue
-            # of a packed sequence the workspace would hold as many rows as if all were the longest
-            is_ragged = grad.get_ragged_offset() is not None
-            if is_ragged or ("freqs" not in names and graph.settings["handle"] is None):
-                target = graph.find_tensor(f"d{slot}")
-                grad.set_saved(True).set_name(f"d{slot}_rot").set_stride(target.get_stride())
-                found[f"d{slot}_rot"] = slot
-    return found
-
-
-def _make_deterministic(graph: pygraph) -> None:
-    for node in graph.recorder.nodes:
-        if isinstance(node.attrs, SdpaBackward):
-            node.attrs = replace(node.attrs, deterministic=True)
 
 
 def _without_recompute(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ropegraph.api.plans import LIMIT
 from ropegraph.errors import GraphError
-from ropegraph.functional.building import Backward, Forward, Plan, build
+from ropegraph.functional.building import Backward, Forward, build
 from ropegraph.functional.gradient import kept, place
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind, has_angles
 from ropegraph.functional.library import OPERATORS
+from ropegraph.functional.plan import Plan
 from ropegraph.functional.plans import Slots, like_result, run, settled
 
 # Modes and transforms want to see operators; without torch's word for them nothing is skipped.

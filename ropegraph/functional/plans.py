@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ropegraph.api.plans import LIMIT, Form, form_of
 from ropegraph.api.tensor import settled_strides
-from ropegraph.functional.building import Backward, Forward, Plan, SlotForms, build
+from ropegraph.functional.building import Backward, Forward, build
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind
+from ropegraph.functional.plan import Plan, SlotForms
 
 Slots = tuple[Tensor | None, ...]
 

@@ -1,0 +1,80 @@
+"""A built graph, and the buffers that a run of it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropegraph.api.plans import Form
+from ropegraph.api.pygraph import pygraph
+from ropegraph.errors import GraphError
+
+SlotForms = tuple[Form | None, ...]
+
+
+class Plan:
+    """A built graph.
+
+    reads, writes: names in the order in which tensors are given and made.  needed: those of reads
+    that the graph has, with their places.
+    written: the forms of what is made, None where nothing is.
+    turn: what makes again the rotations that were not kept, before the graph runs.
+    zeros: results that are 0 before they are written: rows of no sequence stay it.
+    beside: buffers for the time of a run.  in_place: names that share the buffer of another.
+    """
+
+    def __init__(
+        self,
+        graph: pygraph,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        written: SlotForms,
+        zeros: tuple[str, ...] = (),
+    ) -> None:
+        graph.build()
+        self.graph, self.reads, self.written = graph, reads, written
+        self.turn: Plan | None = None
+        inputs = set(graph.lowered.recorded.inputs)
+        self.needed = [(i, name) for i, name in enumerate(reads) if name in inputs]
+        self._writes = list(zip(writes, written, strict=True))
+        self._zeros = zeros
+        self.beside: list[tuple[str, Form]] = []
+        self.in_place: list[tuple[str, str]] = []
+
+    def __call__(self, *given: Tensor | None) -> list[Tensor | None]:
+        """Run on the tensors in the order of ``reads``; the results in the order of ``writes``."""
+        return self.run({name: given[i] for i, name in self.needed})
+
+    def run(self, pack: dict[str, Tensor | None]) -> list[Tensor | None]:
+        """Run on the tensors that are needed, by name; results are added to the pack."""
+        make = torch.empty_strided
+        made: list[Tensor | None] = []
+        for name, form in self._writes:
+            if form is None:
+                made.append(None)
+                continue
+            dim, stride, dtype, device = form
+            x = make(dim, stride, dtype=dtype, device=device)
+            if name in self._zeros:
+                x.zero_()
+            made.append(x)
+            pack[name] = x
+        for name, form in self.beside:
+            dim, stride, dtype, device = form
+            pack[name] = make(dim, stride, dtype=dtype, device=device)
+        for name, target in self.in_place:
+            pack[name] = pack[target]
+        try:
+            self.graph.execute(pack)
+        except GraphError:
+            # Some kernels load 16 bytes at a time; a view may start anywhere.
+            moved = {n: _moved(x) for n, x in pack.items() if x is not None and x.data_ptr() & 15}
+            if not moved:
+                raise
+            self.graph.execute(pack | moved)
+        return made
+
+
+def _moved(x: Tensor) -> Tensor:
+    """A copy with the same strides, in memory of its own."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -1,0 +1,42 @@
+"""What a derived gradient graph is given besides: buffers, and the wish for the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ropegraph.api.pygraph import pygraph
+from ropegraph.ir.ops import SdpaBackward
+
+
+def moves_channels(attributes: dict[str, Any]) -> bool:
+    """True if a rotation writes its pairs in another order, which is no work for one buffer."""
+    return attributes["interleaved_output"] not in (None, attributes["interleaved"])
+
+
+def unturned(graph: pygraph, names: list[str]) -> dict[str, str]:
+    """Give gradients that are still to be turned back a buffer: name -> slot.
+
+    In the workspace they would stay for good, and of packed sequences take more than these do. A
+    kernel turns them where they are; on a CPU torch would copy them first, so there they stay.
+    """
+    found: dict[str, str] = {}
+    for node in graph.recorder.nodes:
+        for slot, port in (("q", "dQ"), ("k", "dK")):
+            grad = node.outputs.get(port)
+            if not isinstance(node.attrs, SdpaBackward) or grad is None or slot not in names:
+                continue
+            # of a packed sequence the workspace would hold as many rows as if all were the longest
+            is_ragged = grad.get_ragged_offset() is not None
+            if is_ragged or ("freqs" not in names and graph.settings["handle"] is None):
+                target = graph.find_tensor(f"d{slot}")
+                grad.set_saved(True).set_name(f"d{slot}_rot").set_stride(target.get_stride())
+                found[f"d{slot}_rot"] = slot
+    return found
+
+
+def make_deterministic(graph: pygraph) -> None:
+    """Ask for a backward that gives the same bits at every run."""
+    for node in graph.recorder.nodes:
+        if isinstance(node.attrs, SdpaBackward):
+            node.attrs = replace(node.attrs, deterministic=True)
