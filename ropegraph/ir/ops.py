@@ -89,14 +89,86 @@ class RopeFreqsGrad(Rotation):
 
 
 @dataclass(frozen=True)
-class RopePair:
-    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended.
+class Pair:
+    """Two ops of one kind in one launch.  Ports: those of each part with 0 or 1 appended.
 
     names: the nodes that the parts were, for reports.
     """
 
-    parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+    parts: tuple[Any, Any]
     names: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class RopePair(Pair):
+    """Two rotations in one launch."""
+
+    parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What RmsNorm and RmsNormBackward share.
+
+    With x a head row, or all head rows of a token where scale is [1, h, 1, d] with h > 1:
+
+        inv_variance = 1 / sqrt(mean(x^2) + epsilon)      Y = x * inv_variance * w
+
+    w is scale, or 1 + scale where zero_centered.
+    """
+
+    zero_centered: bool = False
+    compute: DType = DType.FLOAT
+
+
+@dataclass(frozen=True)
+class RmsNorm(Norm):
+    """Ports: input, scale -> Y, inv_variance."""
+
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class RmsNormBackward(Norm):
+    """The gradients of RmsNorm.  Ports: grad, input, scale, inv_variance -> DX, Dscale.
+
+    With g = grad * w and n = input * inv_variance: DX = inv_variance * (g - n * mean(g n)), and
+    Dscale is the sum of grad * n over what scale is shared by, added up in the compute type.
+    """
+
+
+@dataclass(frozen=True)
+class NormRope:
+    """RmsNorm and Rope in one launch; the value between is not rounded.
+
+    Ports: input, scale, those of the angles and positions -> output, inv_variance.
+    norm_first: False where the rotation comes first.  names: the nodes that norm and rope were.
+    """
+
+    norm: RmsNorm
+    rope: Rope
+    norm_first: bool = True
+    names: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class NormRopeBackward:
+    """The gradients of NormRope; where the rotation comes first, it is made again from input.
+
+    Ports: dY, input, scale, inv_variance, those of the angles and positions -> dX, Dscale.
+    """
+
+    norm: RmsNormBackward
+    rope: RopeBackward
+    norm_first: bool = True
+    names: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class NormRopePair(Pair):
+    """Two of NormRope, or of NormRopeBackward, in one launch."""
+
+    parts: tuple[NormRope, NormRope] | tuple[NormRopeBackward, NormRopeBackward]
 
 
 @dataclass(frozen=True)
@@ -242,6 +314,7 @@ class MlaKvRopeBackward:
 Op = (
     Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
     | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
+    | RmsNorm | RmsNormBackward | NormRope | NormRopeBackward | NormRopePair
 )  # fmt: skip
 
 NAMES: dict[type[Op], str] = {
@@ -257,6 +330,11 @@ NAMES: dict[type[Op], str] = {
     JoinQkv: "join_qkv",
     MlaKvRope: "mla_kv_rope",
     MlaKvRopeBackward: "mla_kv_rope_backward",
+    RmsNorm: "rmsnorm",
+    RmsNormBackward: "rmsnorm_backward",
+    NormRope: "norm_rope",
+    NormRopeBackward: "norm_rope_backward",
+    NormRopePair: "norm_rope_pair",
 }
 
 

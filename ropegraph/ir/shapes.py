@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from ropegraph.errors import GraphError
 from ropegraph.ir.graph import merged_ports
 from ropegraph.ir.mla import infer_mla, infer_mla_backward
+from ropegraph.ir.norm import infer_norm, infer_norm_backward, infer_norm_rope
 from ropegraph.ir.ops import (
     Attention,
     JoinQkv,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -51,7 +57,7 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             written = written_dim(where, attrs, "input", dims["input"])
             _same(where, "dY", dims["dY"], "input", written)
             return {"dfreqs": dims["freqs"]}
-        case RopePair(parts):
+        case RopePair(parts) | NormRopePair(parts):
             outputs: dict[str, Dim] = {}
             for i, part in enumerate(parts):
                 own = infer(name, part, merged_ports(dims, i))
@@ -86,6 +92,12 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return infer_mla(where, attrs, dims)
         case MlaKvRopeBackward():
             return infer_mla_backward(where, attrs, dims)
+        case RmsNorm():
+            return infer_norm(where, dims)
+        case RmsNormBackward():
+            return infer_norm_backward(where, dims)
+        case NormRope() | NormRopeBackward():
+            return infer_norm_rope(where, attrs, dims)
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

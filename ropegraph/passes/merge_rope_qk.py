@@ -4,7 +4,7 @@
     dq = rope_backward(dq2); dk = rope_backward(dk2)  ->   dq, dk = rope_pair(dq2, dk2)
 
 Changes no bit: each part keeps its own scale, strides and head count. The parts must rotate alike,
-and neither may wait for the other.
+and neither may wait for the other. norm_rope and norm_rope_backward are merged in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rope, RopeBackward, RopePair, Sdpa, SdpaBackward
+from ropegraph.ir.norm import is_over_heads
+from ropegraph.ir.ops import (
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
+    Pair,
+    Rope,
+    RopeBackward,
+    RopePair,
+    Sdpa,
+    SdpaBackward,
+)
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 
@@ -29,10 +40,10 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
 
 def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
     """Two rotations as one launch, or why they cannot be."""
-    # What each part has to itself: its scale, and how the heads it reads are laid out.
-    own = {"output_scale": 1.0, "head_groups": 0}
-    if replace(first.attrs, **own) != replace(second.attrs, **own):
+    if _alike(first.attrs) != _alike(second.attrs):
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
+    if _weight_heads(graph, first) != _weight_heads(graph, second):
+        return Decline(f"only one of {first.name!r} and {second.name!r} normalises over all heads")
     if first.inputs.keys() != second.inputs.keys():
         odd = sorted(first.inputs.keys() ^ second.inputs.keys())
         return Decline(f"only one of {first.name!r} and {second.name!r} reads {', '.join(odd)}")
@@ -41,9 +52,10 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
     name, taken = f"{first.name}+{second.name}", {n.name for n in graph.nodes}
     while name in taken:
         name += "+"
+    kind: Any = NormRopePair if isinstance(first.attrs, (NormRope, NormRopeBackward)) else RopePair
     pair = Node(
         name,
-        RopePair((first.attrs, second.attrs), (first.name, second.name)),
+        kind((first.attrs, second.attrs), (first.name, second.name)),
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
         {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
     )
@@ -52,13 +64,28 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
     )
 
 
+def _alike(attrs: Any) -> Any:
+    """The attributes without what each part has to itself.
+
+    That is its scale, how the heads it reads are laid out, epsilon, and whether w is 1 + scale.
+    """
+    if isinstance(attrs, (NormRope, NormRopeBackward)):
+        return type(attrs), attrs.norm.compute, _alike(attrs.rope), attrs.norm_first
+    return replace(attrs, output_scale=1.0, head_groups=0)
+
+
+def _weight_heads(graph: Graph, node: Node[Any]) -> bool:
+    """True if a norm is over all heads of a token."""
+    return "scale" in node.inputs and is_over_heads(graph.values[node.inputs["scale"]].dim)
+
+
 def _forward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | Decline:
     found: list[Node[Any]] = []
     for value in (node.inputs["q"], node.inputs["k"]):
         maker = graph.producer(value)
-        if maker is None or not isinstance(maker.attrs, (Rope, RopePair)):
+        if maker is None or not isinstance(maker.attrs, (Rope, NormRope, Pair)):
             return Decline(f"{value!r} is not made by rope")
-        if isinstance(maker.attrs, RopePair):
+        if isinstance(maker.attrs, Pair):
             return Decline(f"{maker.name!r} is a merged launch already")
         found.append(maker)
     return found[0], found[1]
@@ -69,7 +96,7 @@ def _backward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | De
     for port in ("dQ", "dK"):
         grad = node.outputs.get(port)
         readers = [] if grad is None else graph.reading(grad)
-        ropes = [n for n in readers if isinstance(n.attrs, RopeBackward)]
+        ropes = [n for n in readers if isinstance(n.attrs, (RopeBackward, NormRopeBackward))]
         if len(ropes) != 1:
             return Decline(f"{port} is not read by one rope_backward of its own")
         found.append(ropes[0])

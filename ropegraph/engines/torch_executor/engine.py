@@ -11,7 +11,12 @@ from ropegraph.ir.ops import (
     JoinQkv,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -36,6 +41,7 @@ class TorchExecutor:
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
         SplitQkv, JoinQkv,
         MlaKvRope, MlaKvRopeBackward,
+        RmsNorm, RmsNormBackward, NormRope, NormRopeBackward, NormRopePair,
     )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -64,6 +70,10 @@ class TorchExecutor:
                 from ropegraph.engines.torch_executor.mla import compile_mla
 
                 return compile_mla(step)
+            case RmsNorm() | RmsNormBackward() | NormRope() | NormRopeBackward() | NormRopePair():
+                from ropegraph.engines.torch_executor.norm import compile_norm
+
+                return compile_norm(step)
             case _:
                 from ropegraph.engines.torch_executor.rope import compile_rope
 
