@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ropegraph.dtypes import INDEX, DType, short
 from ropegraph.engines.cuda_rope.job import parts_of
 from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
+from ropegraph.engines.cuda_rope.norm import rotation_steps, why_not_norm
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
     POSITION_PORTS,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
     Rope,
     RopeBackward,
@@ -17,6 +23,7 @@ from ropegraph.ir.ops import (
 )
 from ropegraph.lowering.engine import Device, Executable, Step
 
+_NORMS = (NormRope, NormRopeBackward, NormRopePair)
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
 _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 
@@ -24,11 +31,14 @@ _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 class CudaRope:
     """Rotary kernels built by CuPy: every layout and stride, fp16, bf16 and fp32, sm_80 and newer.
 
-    Q and K of a RopePair take one launch.
+    Q and K of a RopePair take one launch, and so they do with a norm before or after it. Where the
+    gradient of its weight is wanted, a second, small launch in the same step adds that up.
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair)
+    ops: tuple[type[Op], ...] = (
+        Rope, RopeBackward, RopePair, NormRope, NormRopeBackward, NormRopePair,
+    )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -37,14 +47,22 @@ class CudaRope:
             broken.append(f"needs a CUDA device, this is {device}")
         elif device.sm < 80:
             broken.append(f"needs sm_80 or newer, this is sm_{device.sm}")
-        for attrs, suffix in parts_of(step):
-            broken += _attributes(attrs)
-            broken += _ports(step, attrs, suffix)
-        broken += _pair(step)
+        is_normed = isinstance(step.node.attrs, _NORMS)
+        for one in rotation_steps(step) if is_normed else [step]:
+            for attrs, suffix in parts_of(one):
+                broken += _attributes(attrs)
+                broken += _ports(one, attrs, suffix)
+        broken += _pair(rotation_steps(step) if is_normed else [step])
+        if is_normed:
+            broken += why_not_norm(step)
         return tuple(dict.fromkeys(broken))
 
     def compile(self, step: Step, device: Device) -> Executable:
         """Costly, once a step: the first place CuPy is imported."""
+        if isinstance(step.node.attrs, _NORMS):
+            from ropegraph.engines.cuda_rope.norm_kernels import build_norm
+
+            return build_norm(step, device)
         from ropegraph.engines.cuda_rope.kernels import build
 
         return build(step, device)
@@ -128,8 +146,8 @@ _ONE_OF = {
 }
 
 
-def _pair(step: Step) -> list[str]:
-    kinds = [kind_of(step, attrs, suffix) for attrs, suffix in parts_of(step)]
+def _pair(steps: Sequence[Step]) -> list[str]:
+    kinds = [kind_of(step, attrs, suffix) for step in steps for attrs, suffix in parts_of(step)]
     if len(kinds) < 2:
         return []
     broken: list[str] = []
