@@ -10,6 +10,7 @@ import ropegraph
 from ropegraph import FoldContractError, GraphError, PositionError
 from ropegraph.testing.inputs import normal, poisoned
 from tests.api.graphs import F32, F64, buffers, new, refused
+from tests.api.test_ambient import MODES
 
 BF16, INT32, INT64 = torch.bfloat16, torch.int32, torch.int64
 ONE = torch.tensor([1.0, 0.01])
@@ -95,20 +96,21 @@ def test_c09_a_part_of_the_head(way):
     close(rotate(x, rope_dim=4, **given), 1, 2, 3, 4, -5.93780, 5.75734, -6.22435, 8.17637)
 
 
-def test_c02_large_positions_stay_apart_in_every_mode():
+@pytest.mark.parametrize("mode", MODES)
+def test_c02_large_positions_stay_apart_in_every_mode(mode):
     x = torch.tensor([1.0, 0, 0, 0]).expand(1, 1, 4, 4).contiguous()
     ids = torch.arange(65536, 65540)[None]
     want = torch.tensor([-0.7218, -0.9724, -0.3289, 0.6169])
-    plain = rotate(x, inv_freq=ONE, position_ids=ids)
+    g = new()
+    t = {"x": x, "inv_freq": ONE, "position_ids": ids}
+    g.rope(**{"input" if n == "x" else n: adopt(g, n, v) for n, v in t.items()}, name="turn")
+    g.find_tensor("turn::OUT_0").set_output(True).set_name("y")
+    plain, y = poisoned(x.shape), poisoned(x.shape)
+    g.execute({"y": plain})
     torch.testing.assert_close(plain[0, 0, :, 0], want, rtol=0, atol=1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(rotate(x, inv_freq=ONE, position_ids=ids), plain)
-    for dtype in (BF16, F64):
-        torch.set_default_dtype(dtype)
-        try:
-            assert torch.equal(rotate(x, inv_freq=ONE, position_ids=ids), plain)
-        finally:
-            torch.set_default_dtype(F32)
+    with MODES[mode]():
+        g.execute({"y": y})
+    assert torch.equal(y, plain)
 
 
 def test_without_positions_inv_freq_counts_rows():
@@ -325,3 +327,27 @@ def test_c23_inputs_are_as_they_were_and_in_place_is_exact():
     g.execute(again)
     assert torch.equal(again["y"], pack["y"])
     assert again["x"]._version > version
+
+
+# numerics
+
+
+@pytest.mark.parametrize("fold", ["auto", "q", "symmetric"])
+@pytest.mark.parametrize("numerics", ["nemo", "hf"])
+def test_promised_bits_decline_folds(numerics, fold):
+    g = new(io_data_type=BF16, fold=fold)
+    q, k, v = (g.tensor([1, 2, 4, 8], name=n) for n in "qkv")
+    c = g.tensor([4, 1, 1, 16], name="c")
+    q, k = (g.rope(x, cos_sin=c, numerics=numerics, name=f"rope_{x.get_name()}") for x in (q, k))
+    g.sdpa(q, k, v, attn_scale=0.3, is_inference=True, name="attn")[0].set_output(True)
+    pair = g.plan.graph.node("rope_q+rope_k").attrs
+    assert [part.output_scale for part in pair.parts] == [1.0, 1.0]
+    text = f"fold-attn-scale did not, at attn: 'rope_q' is bit-exact (numerics='{numerics}')"
+    assert text in g.explain()
+
+
+def test_a_scale_behind_promised_bits_stays_a_node():
+    g = new(io_data_type=BF16)
+    x, c = g.tensor([1, 2, 4, 8], name="x"), g.tensor([4, 1, 1, 16], name="c")
+    g.scale(g.rope(x, cos_sin=c, numerics="hf"), 0.5).set_output(True)
+    assert len(g.plan.steps) == 2

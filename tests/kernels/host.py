@@ -5,6 +5,7 @@ The launcher runs on CPU tensors with a driver that records instead of launching
 sanitized library kills a Python that is not. The program's results go back into the tensors.
 """
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -12,8 +13,10 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 from torch import Tensor
@@ -108,20 +111,32 @@ def variant_for(step: Step) -> Variant:
     return variant_of(jobs, shape_of(jobs, widest_vector(jobs)))
 
 
+def launch_for(case: Case) -> Launch:
+    """The launch that the real launcher asks for."""
+    driver = Recorder()
+    launcher(case.step, driver, case.flag)(case.env, 0)
+    (launch,) = driver.launches
+    return launch
+
+
+def kernel_of(case: Case) -> int:
+    """VECTOR or SINGLE."""
+    return launch_for(case).function
+
+
 def run(cases: Sequence[Case], where: Path) -> list[int]:
     """Run every case, each on its own variant. Returns the kernel each took: VECTOR or SINGLE."""
-    variants = list(dict.fromkeys(variant_for(case.step) for case in cases))
-    program = build(variants, where)
+    launches = [launch_for(case) for case in cases]
+    wanted = [
+        (variant_for(case.step), launch.function)
+        for case, launch in zip(cases, launches, strict=True)
+    ]
+    kernels = list(dict.fromkeys(wanted))
+    program = build(kernels, where)
     data: list[bytes] = []
-    taken: list[int] = []
     written: list[Tensor] = []
-    for case in cases:
-        driver = Recorder()
-        launcher(case.step, driver, case.flag)(case.env, 0)
-        (launch,) = driver.launches
-        taken.append(launch.function)
-        nth = 2 * variants.index(variant_for(case.step)) + launch.function - 1
-        record, stores = _record(nth, launch, [*case.env, case.flag])
+    for case, launch, kernel in zip(cases, launches, wanted, strict=True):
+        record, stores = _record(kernels.index(kernel), launch, [*case.env, case.flag])
         data.append(record)
         written += stores
     (where / "in").write_bytes(_numbers(len(data)) + b"".join(data))
@@ -131,7 +146,7 @@ def run(cases: Sequence[Case], where: Path) -> list[int]:
         ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
         back = back[store.numel() :]
     assert not back
-    return taken
+    return [function for _, function in wanted]
 
 
 def _record(nth: int, launch: Launch, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
@@ -168,26 +183,24 @@ def _execute(program: Path, where: Path) -> None:
     assert done.returncode == 0, done.stderr[:6000]
 
 
-def build(variants: Sequence[Variant], where: Path) -> Path:
-    """The program with these variants in it."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        missing("g++")
+def build(kernels: Sequence[tuple[Variant, int]], where: Path) -> Path:
+    """The program with these kernels of these variants in it."""
     lines: list[str] = []
-    entries: list[str] = []
-    for i, variant in enumerate(variants):
+    entries: dict[tuple[Variant, int], str] = {}
+    for i, variant in enumerate(dict.fromkeys(variant for variant, _ in kernels)):
         macros = variant.macros | {"rope_vector": f"rope_vector_{i}", "rope_any": f"rope_any_{i}"}
         lines += (f"#define {name} {value}" for name, value in macros.items())
         lines += (f"namespace v{i} {{", f'#include "{SOURCE.name}"', "Params held;")
-        for kernel in ("vector", "any"):
-            name = "any" if variant.vec == 1 else kernel
+        for function, name in ((VECTOR, "vector"), (SINGLE, "any")):
+            if (variant, function) not in kernels:
+                continue
             lines += (
-                f"void run_{kernel}(const char* params, Dim3 grid, unsigned threads) {{",
+                f"void run_{name}(const char* params, Dim3 grid, unsigned threads) {{",
                 "  memcpy(&held, params, sizeof held);",
                 f"  host::launch([] {{ rope_{name}(held); }}, grid, threads);",
                 "}",
             )
-            entries.append(f"  {{v{i}::run_{kernel}, sizeof(v{i}::Params)}},")
+            entries[variant, function] = f"  {{v{i}::run_{name}, sizeof(v{i}::Params)}},"
         lines.append("}")
         lines += (f"#undef {name}" for name in macros)
     lines += (
@@ -195,14 +208,34 @@ def build(variants: Sequence[Variant], where: Path) -> Path:
         "  void (*run)(const char*, Dim3, unsigned);",
         "  size_t params_bytes;",
         "};",
-        "const Kernel kKernels[] = {", *entries, "};",
+        "const Kernel kKernels[] = {", *(entries[kernel] for kernel in kernels), "};",
     )  # fmt: skip
     (where / "variants.inc").write_text("\n".join(lines) + "\n")
     program = where / "program"
-    includes = (f"-I{where}", f"-I{HERE}", f"-I{SOURCE.parent}", f"-I{cuda_headers()}")
+    headers = _compiled_headers()
+    # The source is found by name alone, beside nothing: its headers come from the first folder.
+    main = where / "main.cpp"
+    main.write_bytes((HERE / "host_main.cpp").read_bytes())
+    _compile(f"-I{headers}", f"-I{where}", f"-I{SOURCE.parent}", main, "-o", program)
+    return program
+
+
+@cache
+def _compiled_headers() -> Path:
+    """A folder with host_cuda.h and what it includes parsed already, for every program of a run."""
+    where = Path(mkdtemp(prefix="ropegraph-host-"))
+    atexit.register(shutil.rmtree, where, ignore_errors=True)
+    (where / "host_cuda.h").write_bytes((HERE / "host_cuda.h").read_bytes())
+    _compile("-x", "c++-header", where / "host_cuda.h", "-o", where / "host_cuda.h.gch")
+    return where
+
+
+def _compile(*arguments: str | Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        missing("g++")
     done = subprocess.run(
-        [compiler, *FLAGS, *includes, HERE / "host_main.cpp", "-o", program],
+        [compiler, *FLAGS, f"-I{cuda_headers()}", *arguments],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[:6000]
-    return program

@@ -1,4 +1,4 @@
-"""rope.cu compiled by NVRTC, which needs no driver, with what ptxas says of each kernel.
+"""rope.cu and mla.cu compiled by NVRTC, which needs no driver, with what ptxas says of each kernel.
 
 The library is called through ctypes: torch would import cuda-bindings wherever it is installed.
 """
@@ -7,7 +7,9 @@ import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+from ropegraph.engines.cuda_rope.mla import MlaVariant
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
 from tests.kernels.host import cuda_headers
 from tests.missing import missing
@@ -37,7 +39,9 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def compile_variant(variant: Variant, arch: str) -> dict[str, Resources]:
+def compile_variant(
+    variant: Variant | MlaVariant, arch: str, path: Path = SOURCE
+) -> dict[str, Resources]:
     """Machine code for ``arch``; the resources of each kernel by name.
 
     Raises AssertionError with the compiler's text if it does not compile.
@@ -45,8 +49,8 @@ def compile_variant(variant: Variant, arch: str) -> dict[str, Resources]:
     nvrtc = load()
     options = (*variant.options, f"-arch={arch}", f"-I{cuda_headers()}", "--ptxas-options=-v")
     program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"rope.cu", 0, None, None)
+    source, name = path.read_bytes(), path.name.encode()
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
     assert made == 0
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)

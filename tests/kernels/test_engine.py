@@ -68,6 +68,67 @@ def test_a_reason_for_each_rule(given: Case, device: Device, reason: str) -> Non
     assert any(reason in text for text in why_not(given, device)), why_not(given, device)
 
 
+def test_a_pair_is_of_one_kind() -> None:
+    """What one launch cannot vary between its two rotations, each rule by name."""
+    x, freqs = normal((1, 3, 5, 8), BF16), torch.zeros(5, 1, 1, 8)
+    ids = torch.zeros(1, 5, dtype=torch.int32)
+    op = Rope(8, 0)
+    of_cos_sin = replace(op, angles="cos_sin")
+    plain = {"freqs": freqs}
+    cos_sin = {"cos": freqs, "sin": freqs}
+    half = {"cos": freqs.half(), "sin": freqs.half()}
+    plans: list[tuple[Rope, dict[str, torch.Tensor], Rope, dict[str, torch.Tensor], str]] = [
+        (op, plain, replace(op, cp_size=1, output_scale=2.0), plain, ""),
+        (op, plain, of_cos_sin, cos_sin, "two kinds of tables: freqs, fp32; tables, fp32"),
+        (of_cos_sin, half, of_cos_sin, cos_sin, "two kinds of tables: tables, fp16; tables, fp32"),
+        (
+            of_cos_sin, cos_sin, replace(op, angles="packed"),
+            {"cos_sin": torch.cat([freqs, freqs], -1)}, "",
+        ),
+        (op, plain, op, plain | {"position_ids": ids}, "positions from two kinds"),
+        (
+            op, plain | {"position_ids": ids}, op, plain | {"position_ids": ids.long()},
+            "positions from two kinds of tensors: ids, int32; ids, int64",
+        ),
+        (op, plain, op, plain | {"cu_seqlens": ids[0]}, "bounded in two ways"),
+        (of_cos_sin, cos_sin, replace(of_cos_sin, numerics="hf"), cos_sin, "rounds in two ways"),
+    ]  # fmt: skip
+    for first, of_first, second, of_second, reason in plans:
+        tensors = {f"{p}0": t for p, t in of_first.items()}
+        tensors |= {f"{p}1": t for p, t in of_second.items()}
+        given = case(
+            RopePair((first, second)), input0=x, input1=x, **tensors, output0=like(x),
+            output1=like(x),
+        )  # fmt: skip
+        broken = why_not(given)
+        assert len(broken) == bool(reason), broken
+        assert all(reason in text for text in broken)
+
+
+def test_tables_and_positions_of_other_types_are_named() -> None:
+    x, wide = normal((1, 1, 5, 8), BF16), torch.zeros(5, 1, 1, 8, dtype=torch.float64)
+    ids = torch.zeros(1, 5, dtype=torch.int16)
+    given = case(
+        Rope(8, 0, angles="cos_sin"), input=x, cos=wide, sin=wide,
+        position_ids=ids.int(), output=like(x),
+    )  # fmt: skip
+    assert why_not(given) == tuple(
+        f"{port} is fp64, not fp16, bf16 or fp32" for port in ("cos", "sin")
+    )
+    step = given.step
+    host = {n: replace(v, is_host=n == "position_ids") for n, v in step.values.items()}
+    broken = CudaRope().why_not(replace(step, values=host), H200)
+    assert "position_ids is passed by value" in broken
+
+
+def test_sequences_are_bounded_once() -> None:
+    offsets = torch.zeros(2, dtype=torch.int32)
+    x = Ragged(torch.zeros(48, dtype=BF16), (1, 1, 6, 8), (48, 8, 8, 1), offsets)
+    freqs = torch.zeros(6, 1, 1, 8)
+    given = case(Rope(8, 0), input=x, freqs=freqs, cu_seqlens=offsets.clone(), output=x)
+    assert "both say where the sequences" in why_not(given)[0]
+
+
 def test_every_broken_rule_is_named_not_the_first() -> None:
     op = Rope(8, 0, 0.5, numerics="nemo", compute=DType.DOUBLE)
     broken = why_not(dense(op, torch.float64), Device("cuda", 0, 70))

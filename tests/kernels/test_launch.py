@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropegraph.engines.cuda_rope.launch import RaggedLaunch
+from ropegraph.engines.cuda_rope.launch import RaggedLaunch, WatchedLaunch
 from ropegraph.engines.cuda_rope.params import job_word
 from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir.ops import Rope, RopePair
@@ -171,6 +171,52 @@ def test_a_ragged_grid_covers_the_buffer_of_the_call() -> None:
     assert second.grid[0] * 4 >= 700
     flag.fill_(3)
     assert len(exe.faults()) == 2
+
+
+def test_only_what_reads_integers_and_a_table_has_a_flag() -> None:
+    x, freqs = normal((2, 4, 5, 128), BF16), torch.zeros(9, 1, 1, 128)
+    starts = torch.zeros(2, dtype=torch.int32)
+    made = {"inv_freq": torch.zeros(64), "start_positions": starts}
+    of_inv_freq, of_cos_sin = Rope(128, 0, angles="inv_freq"), Rope(128, 0, angles="cos_sin")
+    flag = torch.zeros(1, dtype=torch.int32)
+    plans = [
+        (case(of_inv_freq, input=x, **made, output=like(x)), False),
+        (case(Rope(128, 0, cp_size=1), input=x, freqs=freqs, output=like(x)), False),
+        (case(Rope(128, 0, cp_size=2), input=x[:, :, :4], freqs=freqs, output=x[:, :, :4]), False),
+        (case(of_cos_sin, input=x, cos=freqs, sin=freqs, output=like(x)), False),
+        (case(Rope(128, 0), input=x, freqs=freqs, start_positions=starts, output=like(x)), True),
+        (case(of_inv_freq, input=x[:1], inv_freq=made["inv_freq"],
+              cu_seqlens=torch.tensor([0, 5]), output=like(x[:1])), True),
+    ]  # fmt: skip
+    for given, has_flag in plans:
+        driver = host.Recorder()
+        exe = host.launcher(given.step, driver, flag)
+        exe(given.env, 0)
+        assert isinstance(exe, WatchedLaunch) == has_flag
+        (launch,) = driver.launches
+        assert words(launch)[job_word(0, "flag")] == (flag.data_ptr() if has_flag else 0)
+        for field, port in (
+            ("sines", "sin"),
+            ("ids", "start_positions"),
+            ("offsets", "cu_seqlens"),
+        ):
+            if given.step.has(port):
+                assert words(launch)[job_word(0, field)] == given.at(port).data_ptr()
+            else:
+                assert words(launch)[job_word(0, field)] == 0
+
+
+def test_faults_say_what_is_wrong() -> None:
+    given = case(
+        Rope(8, 0), input=normal((1, 1, 5, 8), BF16), freqs=torch.zeros(5, 1, 1, 8),
+        position_ids=torch.zeros(1, 5, dtype=torch.int64), output=normal((1, 1, 5, 8), BF16),
+    )  # fmt: skip
+    exe = host.launcher(given.step, host.Recorder(), torch.tensor([4 + 8], dtype=torch.int32))
+    assert isinstance(exe, WatchedLaunch)
+    assert exe.faults() == (
+        "a position lies outside of the table",
+        "the length of a sequence is no multiple of 2 cp_size",
+    )
 
 
 def test_packing_is_the_same_for_any_seed() -> None:

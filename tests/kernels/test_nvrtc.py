@@ -11,7 +11,13 @@ from dataclasses import replace
 import pytest
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cuda_rope.kind import Kind
+from ropegraph.engines.cuda_rope.kind import (
+    NUMERICS,
+    POSITIONS,
+    SEQUENCES,
+    SOURCES,
+    Kind,
+)
 from ropegraph.engines.cuda_rope.variant import Variant
 from tests.kernels.nvrtc import compile_variant
 
@@ -31,6 +37,9 @@ def usual() -> Iterator[tuple[str, Variant]]:
         ARCHS, DTYPES, ((False, None), (True, None), (True, DType.INT32))
     ):
         warps = 4 if passes else 1
+        # bf16 everywhere, the others where it is their turn.
+        if dtype is not DType.BFLOAT16 and DTYPES[ARCHS.index(arch) % 3] is not dtype:
+            continue
         vec = widest(dtype, dtype)
         kind = Kind(dtype, dtype, sequences="ragged" if index else "dense")
         yield arch, Variant(kind, passes, vec, 2, warps)
@@ -50,7 +59,26 @@ def mixed() -> Iterator[tuple[str, Variant]]:
         yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4)
 
 
-@pytest.mark.parametrize("plan", [usual, mixed])
+def placed() -> Iterator[tuple[str, Variant]]:
+    """Each source with each kind of positions and of sequences; everything else in turn."""
+    for i, (source, position, sequences) in enumerate(
+        itertools.product(SOURCES, POSITIONS, SEQUENCES)
+    ):
+        read, written = DTYPES[i % 3], DTYPES[i // (3 if i % 4 else 1) % 3]
+        has_table = source in ("freqs", "tables")
+        kind = Kind(
+            read, written, *LAYOUTS[i // 3 % 4], has_table and i % 2 == 1,
+            source, DTYPES[i // 3 % 3] if source == "tables" else DType.FLOAT,
+            position, INDEXES[2 + i % 2] or DType.INT32,
+            sequences, INDEXES[2 + i // 2 % 2] or DType.INT32,
+            NUMERICS[i % 3] if source == "tables" else "fp32",
+        )  # fmt: skip
+        vec = widest(read, written)
+        passes = bool(i // 2 % 2)
+        yield ARCHS[i % 4], Variant(kind, passes, vec, min(vec, 1 << i % 4), 4 if i % 3 else 1)
+
+
+@pytest.mark.parametrize("plan", [usual, mixed, placed])
 def test_compiles_without_spills(
     plan: Callable[[], Iterator[tuple[str, Variant]]],
     record_property: Callable[[str, object], None],
@@ -70,14 +98,18 @@ def test_compiles_without_spills(
 
 def test_the_plans_name_every_value_of_every_macro() -> None:
     seen: dict[str, set[str]] = {}
-    for _, variant in itertools.chain(usual(), mixed()):
+    for _, variant in itertools.chain(usual(), mixed(), placed()):
         for name, value in variant.macros.items():
             seen.setdefault(name, set()).add(value)
     types = {"__nv_bfloat16", "__half", "float"}
     assert seen["ROPE_IN"] == types
     assert seen["ROPE_OUT"] == types
-    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS", "RAGGED"):
+    assert seen["ROPE_TABLE"] == types
+    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS"):
         assert seen[f"ROPE_{flag}"] == {"0", "1"}
-    assert seen["ROPE_INDEX"] == {"int", "long long"}
+    for choice in ("POSITION", "SEQUENCES", "NUMERICS"):
+        assert seen[f"ROPE_{choice}"] == {"0", "1", "2"}
+    assert seen["ROPE_SOURCE"] == {"0", "1", "2", "3"}
+    assert seen["ROPE_INDEX"] == seen["ROPE_ID"] == {"int", "long long"}
     assert seen["ROPE_VEC"] == {"1", "2", "4", "8"}
     assert seen["ROPE_ANGLES"] == {"1", "2", "4", "8"}

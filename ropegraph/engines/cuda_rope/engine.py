@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from ropegraph.dtypes import INDEX, DType, short
 from ropegraph.engines.cuda_rope.job import parts_of
 from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
-from ropegraph.engines.cuda_rope.norm import rotation_steps, why_not_norm
+from ropegraph.engines.cuda_rope.mla import MLA, why_not_mla
+from ropegraph.engines.cuda_rope.norm import NORMS, rotation_steps, why_not_norm
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
     POSITION_PORTS,
-    NormRope,
-    NormRopeBackward,
-    NormRopePair,
     Op,
     Rope,
     RopeBackward,
@@ -23,7 +21,6 @@ from ropegraph.ir.ops import (
 )
 from ropegraph.lowering.engine import Device, Executable, Step
 
-_NORMS = (NormRope, NormRopeBackward, NormRopePair)
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
 _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 
@@ -31,14 +28,13 @@ _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 class CudaRope:
     """Rotary kernels built by CuPy: every layout and stride, fp16, bf16 and fp32, sm_80 and newer.
 
-    Q and K of a RopePair take one launch, and so they do with a norm before or after it. Where the
-    gradient of its weight is wanted, a second, small launch in the same step adds that up.
+    Q and K of a RopePair take one launch, and so do the outputs of an MlaKvRope, and Q and K with a
+    norm before or after the rotation. Where the gradient of a norm's weight is wanted, a second,
+    small launch in the same step adds that up.
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (
-        Rope, RopeBackward, RopePair, NormRope, NormRopeBackward, NormRopePair,
-    )  # fmt: skip
+    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, *MLA, *NORMS)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -47,19 +43,26 @@ class CudaRope:
             broken.append(f"needs a CUDA device, this is {device}")
         elif device.sm < 80:
             broken.append(f"needs sm_80 or newer, this is sm_{device.sm}")
-        is_normed = isinstance(step.node.attrs, _NORMS)
-        for one in rotation_steps(step) if is_normed else [step]:
+        if isinstance(step.node.attrs, MLA):
+            return (*broken, *why_not_mla(step))
+        is_normed = isinstance(step.node.attrs, NORMS)
+        rotations = rotation_steps(step) if is_normed else [step]
+        for one in rotations:
             for attrs, suffix in parts_of(one):
                 broken += _attributes(attrs)
                 broken += _ports(one, attrs, suffix)
-        broken += _pair(rotation_steps(step) if is_normed else [step])
+        broken += _pair(rotations)
         if is_normed:
             broken += why_not_norm(step)
         return tuple(dict.fromkeys(broken))
 
     def compile(self, step: Step, device: Device) -> Executable:
         """Costly, once a step: the first place CuPy is imported."""
-        if isinstance(step.node.attrs, _NORMS):
+        if isinstance(step.node.attrs, MLA):
+            from ropegraph.engines.cuda_rope.mla_launch import build_mla
+
+            return build_mla(step, device)
+        if isinstance(step.node.attrs, NORMS):
             from ropegraph.engines.cuda_rope.norm_kernels import build_norm
 
             return build_norm(step, device)

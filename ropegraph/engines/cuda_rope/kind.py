@@ -9,15 +9,15 @@ from ropegraph.dtypes import DType
 from ropegraph.ir.ops import ANGLE_PORTS, Numerics, RopeBackward, Rotation
 from ropegraph.lowering.engine import Step
 
-# Each in the order of the numbers that rope.cu knows them by.
-SOURCES = ("freqs", "tables", "inv_freq", "exact")
-POSITIONS = ("rows", "ids", "chunks")
-SEQUENCES = ("dense", "ragged", "packed")
-NUMERICS = ("fp32", "nemo", "hf")
-
 Source = Literal["freqs", "tables", "inv_freq", "exact"]
 PositionKind = Literal["rows", "ids", "chunks"]
 SequenceKind = Literal["dense", "ragged", "packed"]
+
+# Each in the order of the numbers that rope.cu knows them by.
+SOURCES: tuple[Source, ...] = ("freqs", "tables", "inv_freq", "exact")
+POSITIONS: tuple[PositionKind, ...] = ("rows", "ids", "chunks")
+SEQUENCES: tuple[SequenceKind, ...] = ("dense", "ragged", "packed")
+NUMERICS: tuple[Numerics, ...] = ("fp32", "nemo", "hf")
 
 
 @dataclass(frozen=True)

@@ -335,31 +335,26 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
 
   float inverse = 1.0f, shrink = 1.0f;
   if constexpr (NORM_WHOLE) {
-    // Twice over the heads: the second time they lie in a cache.
-    const auto over_all = [&](auto f) {
+    // All heads once more, and once before: by then they lie in a cache.
+    const auto sweep = [&](bool is_sum) {
+      float found = 0.0f;
       for (int unit = from; unit < to; unit += split.heads) {
         const int head = unit + seat.head;
         const bool is_there = is_token && head < to;
         Packed<ROPE_IN, V, T, P> one;
         one.load(x + (is_there ? head * job.x_h : 0), in, job.x_d, is_there);
         Row<V, T, P> row = normed(one);
-        // Of a dead token every channel has a value, there or not.
-        if (is_there) f(row);
-      }
-    };
-    float sum = 0.0f;
-    over_all([&](Row<V, T, P>& row) { sum += squares(row); });
-    float mean = lane_sum(sum, lane, 1, kLanes) * norm.per;
-    if (is_off(norm, mean)) {  // of the whole warp
-      float largest = 0.0f;
-      over_all([&](Row<V, T, P>& row) { largest = fmaxf(largest, largest_of(row)); });
-      shrink = shrink_of(norm, lane_max(largest, lane, kLanes));
-      sum = 0.0f;
-      over_all([&](Row<V, T, P>& row) {
         row.each([&](float& value) { value *= shrink; });
-        sum += squares(row);
-      });
-      mean = lane_sum(sum, lane, 1, kLanes) * norm.per;
+        const float own = is_sum ? squares(row) : largest_of(row);
+        // Of a dead token every channel has a value, there or not.
+        if (is_there) found = is_sum ? found + own : fmaxf(found, own);
+      }
+      return found;
+    };
+    float mean = lane_sum(sweep(true), lane, 1, kLanes) * norm.per;
+    if (is_off(norm, mean)) {  // of the whole warp
+      shrink = shrink_of(norm, lane_max(sweep(false), lane, kLanes));
+      mean = lane_sum(sweep(true), lane, 1, kLanes) * norm.per;
     }
     inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
     if (norm.inverse && lane == 0) write_inverse(0, inverse * shrink);

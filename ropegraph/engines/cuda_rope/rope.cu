@@ -464,8 +464,8 @@ __device__ inline void exact_sincos(double x, double x_low, float* sine, float* 
   constexpr double kHigh = 1.57079632679489655800, kLow = 6.12323399573676603587e-17;  // pi / 2
   double quarter = rint(x * kInverse);
   double r = fma(-quarter, kLow, fma(-quarter, kHigh, x));
-  if (fabs(x) > 1073741824.0) {
-    // The quotient was rounded: what is left may still be many quarters.
+  if (x_low != 0.0 || fabs(x) > 1073741824.0) {
+    // The quotient was rounded as well: what is left may still be many quarters.
     const double more = rint((r + x_low) * kInverse);
     r = fma(-more, kLow, fma(-more, kHigh, r + x_low));
     quarter = fma(-4.0, rint(0.25 * quarter), quarter);
@@ -598,8 +598,9 @@ __device__ inline void rotate_pair(float factor, float x1, float x2, float cos1,
       y2 = rounded<ROPE_IN>(y2);
     }
   } else {
-    y1 = factor * (x1 * cos1 - x2 * sin1);
-    y2 = factor * (x2 * cos2 + x1 * sin2);
+    // Spelled out, so that every variant and every GPU rounds alike.
+    y1 = factor * __fmaf_rn(x1, cos1, -__fmul_rn(x2, sin1));
+    y2 = factor * __fmaf_rn(x2, cos2, __fmul_rn(x1, sin2));
   }
 }
 

@@ -28,11 +28,19 @@ class Variant:
     @property
     def resident(self) -> int:
         """Warps that an SM holds at least, which bounds registers: as many as spill none."""
-        if self.kind.is_full:
+        kind = self.kind
+        is_wide = self.vec * kind.read.itemsize > 16
+        is_placed, is_apart = kind.position != "rows", kind.sequences != "dense"
+        demands = sum((self.passes, is_placed, is_apart, is_wide, kind.is_full))
+        if kind.source == "freqs" and not is_placed and kind.sequences != "packed":
+            return 20 if kind.is_full else 24 if demands else 32
+        if demands > 2 and (is_wide or kind.is_full):
+            return 16
+        if kind.is_full:
             return 20
-        is_wide = self.vec * self.kind.read.itemsize > 16
-        is_large = self.passes or self.kind.sequences != "dense" or is_wide
-        return 24 if is_large else 32
+        if demands > 1 or (is_apart and kind.source == "exact"):
+            return 20
+        return 24 if demands and not is_placed else 32
 
     @property
     def macros(self) -> dict[str, str]:

@@ -51,8 +51,8 @@ def _made(attrs: Rotation, inv_freq: Tensor, found: Places) -> Tensor:
 def _both(attrs: Rotation, table: Tensor, found: Places) -> tuple[Tensor, Tensor]:
     """The columns for both lanes of a table [s_max, 1 or b, 1, width], a row for every place."""
     count, batches = table.shape[:2]
-    row = torch.tensor([[_row(p, count) for p in entry] for entry in found], dtype=torch.int64)
-    row = row.to(table.device)
+    picked = [[_row(p, count) for p in entry] for entry in found]
+    row = torch.tensor(picked, dtype=torch.int64, device=table.device)
     own = torch.arange(len(found), device=table.device)[:, None] if batches > 1 else 0
     rows = table[row, own, 0][:, None]
     first, second = _columns(attrs)

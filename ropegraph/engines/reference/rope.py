@@ -46,7 +46,7 @@ class RunRope:
         step, attrs = self.step, self.attrs
         target = next(iter(step.node.outputs))
         if not all(step.value(next(iter(step.node.inputs))).dim):  # nothing is rotated
-            scatter(step, target, env, torch.zeros(step.value(target).dim))
+            env[step.slot(target)].zero_()
             return
         may_raise = env[step.slot(target)].is_cpu
         try:
