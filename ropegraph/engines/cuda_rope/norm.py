@@ -32,7 +32,7 @@ _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
 # As in shape.py; to be tuned on a GPU.
 UNITS, BACKWARD_UNITS = 2, 4
 UNIT_BYTES = 16
-WARPS, BACKWARD_WARPS = 4, 2  # of a block
+WARPS = 4  # of a block
 MANY_WARPS = 8192
 LOG_GROUP, LOG_GROUP_LONG = 14, 10
 FLIGHT = 2
@@ -127,7 +127,7 @@ class NormVariant:
         held = self.turns * 2 + self.passes
         wide = held * self.vec * (2 if self.kind.is_full else 1)
         if self.is_backward:
-            return 14 if wide <= 16 else 8
+            return 12 if wide <= 16 else 8
         return 20 if wide <= 8 else 16 if wide <= 16 else 12
 
     @property
@@ -316,14 +316,12 @@ def norm_shape(jobs: Sequence[NormJob], vec: int) -> NormShape:
         angles *= 2
     batch = max(job.rope.dim[0] for job in jobs)
     warps = batch * sum(cut.tiles * cut.parts for cut in cuts)
-    block = 1 if warps >= MANY_WARPS else WARPS
-    if jobs[0].is_backward:
-        block = BACKWARD_WARPS
+    is_busy = warps >= MANY_WARPS and not jobs[0].is_backward
     log_group = 0
     if all(_is_token_next(job.rope) for job in jobs):
         is_long = max(cut.tiles for cut in cuts) > 2**LOG_GROUP
         log_group = LOG_GROUP_LONG if is_long else LOG_GROUP
-    base = Shape(vec, angles, block, log_group, cuts)
+    base = Shape(vec, angles, 1 if is_busy else WARPS, log_group, cuts)
     share = max(1, TOTAL_WARPS // base.parts)
     own = tuple(
         min(share, job.rope.dim[0] * cut.tiles) if job.rope.dim[1] else 0
