@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from ropegraph.engines.cuda_rope.mla import MlaVariant
+from ropegraph.engines.cuda_rope.norm import NormVariant
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
 from tests.kernels.host import cuda_headers
 from tests.missing import missing
@@ -40,7 +41,7 @@ def load() -> ctypes.CDLL:
 
 
 def compile_variant(
-    variant: Variant | MlaVariant, arch: str, path: Path = SOURCE
+    variant: Variant | MlaVariant | NormVariant, arch: str, path: Path = SOURCE
 ) -> dict[str, Resources]:
     """Machine code for ``arch``; the resources of each kernel by name.
 

@@ -352,7 +352,7 @@ def _log_tokens(job: NormJob, lanes: int) -> int:
     _, h, s, _ = rope.dim
     if rope.offsets is not None or job.is_whole:
         return 0
-    heads = min(h, max(1, rows // 2) if _is_token_next(rope) else rows)
+    heads = min(max(h, 1), max(1, rows // 2) if _is_token_next(rope) else rows)
     log_tokens = 0
     while heads << log_tokens + 1 <= rows and 1 << log_tokens < s:
         log_tokens += 1
