@@ -121,10 +121,10 @@ def _angles(rope: Node[Any]) -> dict[str, str]:
 
 def _why_not_between(graph: Graph, value: str, reader: Node[Any]) -> str | None:
     """Why ``value`` must be stored, so that only ``reader`` cannot have it from a register."""
-    if not graph.is_virtual(value) or graph.is_seen(value):
-        return f"{value!r} is a visible output or saved"
     if graph.values[value].within is not None:
         return f"{value!r} lies within {graph.values[value].within!r}"
+    if not graph.is_virtual(value):
+        return f"{value!r} is a visible output or saved"
     if others := graph.readers(value) - {reader.name}:
         return f"{value!r} is also read by {sorted(others)}"
     if list(reader.inputs.values()).count(value) > 1:

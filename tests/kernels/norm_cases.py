@@ -1,4 +1,4 @@
-"""Steps of norm and rotation for the kernel tests, with their tensors and what fp64 makes of them."""
+"""Steps of norm and rotation for the kernel tests, their tensors, and what fp64 makes of them."""
 
 import random
 from collections.abc import Mapping

@@ -110,6 +110,7 @@ def test_the_trace_holds_the_graph_after_each_pass():
         "fold-scale-node",
         "fold-attn-scale",
         "fold-inv-ln2",
+        "fuse-norm-rope",
         "merge-rope-qk",
         "merge-lone-ropes",
     ]
