@@ -115,7 +115,7 @@ def test_the_trace_holds_the_graph_after_each_pass():
         "merge-lone-ropes",
     ]
     assert trace[0].graph == forward().graph("o")
-    assert [len(t.graph.nodes) for t in trace] == [3, 3, 3, 3, 3, 2, 2]
+    assert [len(t.graph.nodes) for t in trace] == [3, 3, 3, 3, 3, 3, 2, 2]
     assert [d.applied for t in trace for d in t.decisions] == [True, True]
 
 
