@@ -104,8 +104,13 @@ def rope_pair(size: Size, backward: bool) -> Case:
     return rope_case(RopePair((op, op)), **tensors)
 
 
-def fused(size: Size, backward: bool, norm_first: bool = True, whole: bool = False) -> Case:
-    """Norm and rope, Q and K in one launch; in the backward with the gradient of the weight."""
+def fused(
+    size: Size, backward: bool, norm_first: bool = True, whole: bool = False, kept: bool = True
+) -> Case:
+    """Norm and rope, Q and K in one launch; in the backward with the gradient of the weight.
+
+    kept: with inv_variance, as for training.
+    """
     freqs, r = table(size), size.r or size.d
     parts: list[Case] = []
     for h in (size.h, size.h_kv):
@@ -115,7 +120,8 @@ def fused(size: Size, backward: bool, norm_first: bool = True, whole: bool = Fal
         ins = {"input": x, "scale": w, "freqs": freqs}
         if not backward:
             op: Any = NormRope(RmsNorm(), Rope(r, 0), norm_first, ("n", "r"))
-            outs = {"output": torch.empty_like(x), "inv_variance": inverse}
+            outs = {"output": torch.empty_like(x)}
+            outs |= {"inv_variance": inverse} if kept else {}
         else:
             op = NormRopeBackward(RmsNormBackward(), RopeBackward(r, 0), norm_first, ("n", "r"))
             ins |= {"dY": size.tensor(h), "inv_variance": inverse}
@@ -137,6 +143,10 @@ def rows(size: Size) -> Iterator[Row]:
         rope = rope_pair(size, backward)
         alone, count = bench(rope), moved(rope)
         yield Row(f"rope{word}; {size}", alone, 1.0, count / alone / 1e6)
+        if not backward:
+            given = fused(size, backward, kept=False)
+            us, count = bench(given), moved(given)
+            yield Row(f"norm, rope; no inv_variance; {size}", us, us / alone, count / us / 1e6)
         for norm_first, whole in ((True, False), (False, False), (True, True)):
             if whole and backward:
                 continue
@@ -198,15 +208,12 @@ SIZES = (
 def main() -> None:
     found: list[Row] = []
     wanted = (tune(Size()),) if "--tune" in sys.argv else map(rows, SIZES)
-    print(
-        f"| work on {torch.cuda.get_device_name()} | us | beside rope | TB/s |\n|---|---|---|---|"
-    )
+    device = torch.cuda.get_device_name()
+    print(f"| work on {device} | us | beside rope | TB/s |", "|---|---|---|---|", sep="\n")
     for each in wanted:
         for row in each:
-            print(
-                f"| {row.work} | {row.us:.1f} | {row.beside_rope:.2f} | {row.tb_s:.2f} |",
-                flush=True,
-            )
+            figures = f"{row.us:.1f} | {row.beside_rope:.2f} | {row.tb_s:.2f}"
+            print(f"| {row.work} | {figures} |", flush=True)
             found.append(row)
     files = [a for a in sys.argv[1:] if not a.startswith("--")]
     if files:
