@@ -80,7 +80,9 @@ class pygraph(QkvOps, SdpaOps, MlaOps, NormOps, LifeCycle):  # noqa: N801 - FE's
             is_override_shape_enabled=is_override_shape_enabled,
             cuda_graph_retention=cuda_graph_retention,
         )
-        refuse_unknown(where, given, _UNSERVED, known=signature(pygraph).parameters)
+        # The signature is for a hint alone, and takes as long to read as a graph to record.
+        known = signature(pygraph).parameters if fe_arguments else ()
+        refuse_unknown(where, given, _UNSERVED, known=known)
         as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(

@@ -303,3 +303,20 @@ def test_every_way_to_pack_has_a_key_of_its_own() -> None:
     ]
     assert len(set(found)) == len(found)
     assert key() == found[0]
+
+
+def test_a_copy_of_v_does_not_rewrite_qkv() -> None:
+    """The split copies V alone: Q and K are read where they lie, also from a leaf."""
+    case = layout("groups")
+    qkv = case.qkv.clone().requires_grad_()
+    g = rg.pygraph(io_data_type=F64)
+    made = g.qkv_rope(
+        g.tensor_like(qkv, name="qkv"), g.tensor_like(freqs(), name="freqs"), split=case.split
+    )
+    for x, n in zip(made, "qkv", strict=True):
+        x.set_output(True).set_name(f"{n}_out")
+    version = qkv._version
+    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    assert not g.plan.graph.rewritten
+    assert qkv._version == version
+    assert torch.equal(pack["v_out"], case.parts(case.qkv)[2])
