@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from ropegraph.dtypes import DType
+from ropegraph.dtypes import DType, short
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.norm import is_over_heads
 from ropegraph.ir.ops import (
@@ -145,6 +145,11 @@ def _why_not(graph: Graph, norm: Node[Any], rope: Node[Any]) -> str | None:
         return None
     if DType.DOUBLE in (norm.attrs.compute, attrs.compute):
         return None
+    typed = {"inv_variance": DType.FLOAT, "Dscale": scale.dtype}
+    for port, value in norm.outputs.items():
+        own = graph.values[value].dtype
+        if own is not typed.get(port, own):
+            return f"{value!r} is {short(own)}; one launch writes {short(typed[port])} there"
     if x.dim[3] > MAX_WIDTH:
         return f"{x.name!r} has rows of {x.dim[3]} channels; one launch takes up to {MAX_WIDTH}"
     if isinstance(norm.attrs, RmsNormBackward) and is_over_heads(scale.dim):

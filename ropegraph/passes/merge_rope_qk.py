@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ropegraph.dtypes import DType
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.norm import is_over_heads
 from ropegraph.ir.ops import (
@@ -44,6 +45,8 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
         return Decline(f"{first.name!r} and {second.name!r} rotate differently")
     if _weight_heads(graph, first) != _weight_heads(graph, second):
         return Decline(f"only one of {first.name!r} and {second.name!r} normalises over all heads")
+    if _types(graph, first) != _types(graph, second):
+        return Decline(f"{first.name!r} and {second.name!r} read or write different data types")
     if first.inputs.keys() != second.inputs.keys():
         odd = sorted(first.inputs.keys() ^ second.inputs.keys())
         return Decline(f"only one of {first.name!r} and {second.name!r} reads {', '.join(odd)}")
@@ -72,6 +75,14 @@ def _alike(attrs: Any) -> Any:
     if isinstance(attrs, (NormRope, NormRopeBackward)):
         return type(attrs), attrs.norm.compute, _alike(attrs.rope), attrs.norm_first
     return replace(attrs, output_scale=1.0, head_groups=0)
+
+
+def _types(graph: Graph, node: Node[Any]) -> dict[str, DType]:
+    """The data type at every port of a node with a norm, whose kernel has but one for each."""
+    if not isinstance(node.attrs, (NormRope, NormRopeBackward)):
+        return {}
+    ports = {**node.inputs, **{p: v for p, v in node.outputs.items() if p in ("output", "dX")}}
+    return {port: graph.values[value].dtype for port, value in ports.items()}
 
 
 def _weight_heads(graph: Graph, node: Node[Any]) -> bool:

@@ -142,6 +142,13 @@ def undone_otherwise() -> Graph:
     return backward(norm_first=False, output_scale=3.0).graph("dx", "dw")
 
 
+def statistics_of_another_type() -> Graph:
+    g = norm_first().graph("y", "inv")
+    values = dict(g.values)
+    values["inv"] = replace(values["inv"], dtype=DType.HALF)
+    return replace(g, values=values)
+
+
 REASONS: dict[str, tuple[Graph, str]] = {
     "visible": (norm_first().graph("y", "n"), "'n' is a visible output or saved"),
     "saved": (norm_first().graph("y", saved=["n"]), "'n' is a visible output or saved"),
@@ -151,6 +158,9 @@ REASONS: dict[str, tuple[Graph, str]] = {
     "within": (within(), "'n' lies within 'x'"),
     "wide": (wide(DType.BFLOAT16), "'x' has rows of 516 channels; one launch takes up to 512"),
     "bits": (exact(), "'rope' is bit-exact (numerics='nemo')"),
+    "statistics": (
+        statistics_of_another_type(), "'inv' is fp16; one launch writes fp32 there",
+    ),
     "gradient seen": (backward().graph("dx", "dw", "g"), "'g' is a visible output or saved"),
     "dx unread": (backward(norm_first=False).graph("dx", "g"), "'g' is a visible output or saved"),
     "rotated seen": (
@@ -197,9 +207,17 @@ def test_q_and_k_after_the_folds():
     assert pair.names == ("norm_q+rope_q", "norm_k+rope_k")
 
 
+def two_types() -> Graph:
+    g = attention()
+    values = dict(g.values)
+    values["wk"] = replace(values["wk"], dtype=DType.BFLOAT16)
+    return replace(g, values=values)
+
+
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
+        (two_types(), "'norm_q+rope_q' and 'norm_k+rope_k' read or write different data types"),
         (attention(norm_k=False), "'norm_q+rope_q' and 'rope_k' rotate differently"),
         (
             attention(k_scale="all"),

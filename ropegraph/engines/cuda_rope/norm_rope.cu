@@ -181,9 +181,13 @@ struct Packed {
   }
 };
 
-// The sum over `count` lanes that lie `step` apart, a power of two of them.
+// Arithmetic is rope.cu's, which keeps subnormal numbers: inv_variance of huge rows is one.
+
+// The sum over the lanes whose numbers differ in the bits from `step` up to `end`.
 __device__ inline float lane_sum(float x, int lane, int step, int end) {
-  for (; step < end; step *= 2) x += __shfl_sync(kAll, x, lane ^ step);
+  for (; step < end; step *= 2) {
+    x = plus(x, __shfl_sync(kAll, x, lane ^ step));
+  }
   return x;
 }
 
@@ -192,8 +196,8 @@ __device__ inline float lane_max(float x, int lane, int end) {
   return x;
 }
 
-// What 2^-e to multiply a row by whose largest number is near 2^e. Not by more than 1 where epsilon
-// hides the smallest numbers, and nothing that makes epsilon infinite.
+// 2^-e, to multiply a row by whose largest number lies between 2^e and 2^(e + 1). No more than 1
+// where epsilon hides the smallest numbers, and no more than leaves epsilon finite.
 __device__ inline float shrink_of(const Norm& norm, float largest) {
   const int e = static_cast<int>(__float_as_uint(largest) >> 23 & 255u);
   if (e == 255) return 1.0f;
@@ -208,7 +212,7 @@ __device__ inline bool is_off(const Norm& norm, float mean) {
 template <int V, int T, int P>
 __device__ inline float squares(Row<V, T, P>& row) {
   float sum = 0.0f;
-  row.each([&](float x) { sum = fmaf(x, x, sum); });
+  row.each([&](float x) { sum = fused(x, x, sum); });
   return sum;
 }
 
@@ -236,7 +240,7 @@ __device__ inline void turn_row(const Turn<V> (&turn)[T], float factor, float sc
 #pragma unroll
   for (int i = 0; i < P; ++i) {
 #pragma unroll
-    for (int k = 0; k < V; ++k) row.p[i][k] *= scale;
+    for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], scale);
   }
 }
 
@@ -248,7 +252,7 @@ __device__ inline void reverse(const Turn<V>& turn, Turn<V>& back) {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
       back.cos[column][k] = turn.cos[column][k];
-      back.sin[column][k] = -turn.sin[kColumns - 1 - column][k];
+      back.sin[column][k] = minus(turn.sin[kColumns - 1 - column][k]);
     }
   }
 }
@@ -344,7 +348,7 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
         Packed<ROPE_IN, V, T, P> one;
         one.load(x + (is_there ? head * job.x_h : 0), in, job.x_d, is_there);
         Row<V, T, P> row = normed(one);
-        row.each([&](float& value) { value *= shrink; });
+        row.each([&](float& value) { value = times(value, shrink); });
         const float own = is_sum ? squares(row) : largest_of(row);
         // Of a dead token every channel has a value, there or not.
         if (is_there) found = is_sum ? found + own : fmaxf(found, own);
@@ -357,7 +361,7 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
       mean = lane_sum(sweep(true), lane, 1, kLanes) * norm.per;
     }
     inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
-    if (norm.inverse && lane == 0) write_inverse(0, inverse * shrink);
+    if (norm.inverse && lane == 0) write_inverse(0, times(inverse, shrink));
   }
 
   for (int unit = from; unit < to; unit += F * split.heads) {
@@ -369,19 +373,19 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
       load(f);
       if constexpr (NORM_WHOLE) {
         weight = weight_of(norm, weighed, is_there ? head : 0, is_there);
-        row.each([&](float& value) { value *= shrink; });
+        row.each([&](float& value) { value = times(value, shrink); });
       } else {
         shrink = 1.0f;
         float mean = lane_sum(squares(row), lane, 1, sum_lanes) * norm.per;
         if (__ballot_sync(kAll, is_off(norm, mean))) {
           shrink = shrink_of(norm, lane_max(largest_of(row), lane, sum_lanes));
-          row.each([&](float& value) { value *= shrink; });
+          row.each([&](float& value) { value = times(value, shrink); });
           mean = lane_sum(squares(row), lane, 1, sum_lanes) * norm.per;
         }
         inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
-        if (norm.inverse && is_there && seat.vec == 0) write_inverse(head, inverse * shrink);
+        if (norm.inverse && is_there && seat.vec == 0) write_inverse(head, times(inverse, shrink));
       }
-      row.with(weight, [&](float& value, float w) { value *= inverse * w; });
+      row.with(weight, [&](float& value, float w) { value = times(value, times(inverse, w)); });
       if constexpr (kFirst) {
         turn_row(turn, job.factor, scale, row);
         if (is_dead) row.each([&](float& value) { value = token.value; });
@@ -484,22 +488,24 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       else turn_row(forth, job.factor, scale, n);
       // A token of no sequence: nothing comes from it, and nothing of the weight.
       if (is_dead) grad.each([](float& value) { value = 0.0f; });
-      n.each([&](float& value) { value *= own; });
+      n.each([&](float& value) { value = times(value, own); });
 #pragma unroll
       for (int k = 0; k < V; ++k) {
 #pragma unroll
         for (int t = 0; t < T; ++t) {
-          sums.a[t][k] = fmaf(grad.a[t][k], n.a[t][k], sums.a[t][k]);
-          sums.c[t][k] = fmaf(grad.c[t][k], n.c[t][k], sums.c[t][k]);
+          sums.a[t][k] = fused(grad.a[t][k], n.a[t][k], sums.a[t][k]);
+          sums.c[t][k] = fused(grad.c[t][k], n.c[t][k], sums.c[t][k]);
         }
 #pragma unroll
-        for (int i = 0; i < P; ++i) sums.p[i][k] = fmaf(grad.p[i][k], n.p[i][k], sums.p[i][k]);
+        for (int i = 0; i < P; ++i) {
+          sums.p[i][k] = fused(grad.p[i][k], n.p[i][k], sums.p[i][k]);
+        }
       }
-      grad.with(weight, [](float& value, float w) { value *= w; });
+      grad.with(weight, [](float& value, float w) { value = times(value, w); });
       float dot = 0.0f;
-      grad.with(n, [&](float g, float value) { dot = fmaf(g, value, dot); });
+      grad.with(n, [&](float g, float value) { dot = fused(g, value, dot); });
       const float mean = lane_sum(dot, lane, 1, split.lanes) * norm.per;
-      grad.with(n, [&](float& g, float value) { g = own * fmaf(-value, mean, g); });
+      grad.with(n, [&](float& g, float value) { g = times(own, fused(minus(value), mean, g)); });
       if constexpr (!kFirst) turn_row(turn, job.factor, scale, grad);
       if (is_dead) grad.each([&](float& value) { value = token.value; });
       if (job.y && is_there) {
@@ -580,7 +586,7 @@ __device__ inline void sum_rows(const NormParams& p, Sums& held) {
     const float* from = norm->sums + column;
 #pragma unroll 8
     for (int row = warp * four + lane / kSumColumns; row < rows; row += step) {
-      sum += from[static_cast<long long>(row) * dim];
+      sum = plus(sum, from[static_cast<long long>(row) * dim]);
     }
   }
   sum = lane_sum(sum, lane, kSumColumns, kLanes);
@@ -595,7 +601,7 @@ __device__ inline void sum_warps(const NormParams& p, const Sums& held) {
   float sum = 0.0f;
 #pragma unroll
   for (int warp = lane / kSumColumns; warp < kSumWarps; warp += kLanes / kSumColumns) {
-    sum += held.of[warp][lane % kSumColumns];
+    sum = plus(sum, held.of[warp][lane % kSumColumns]);
   }
   sum = lane_sum(sum, lane, kSumColumns, kLanes);
   if (lane < kSumColumns && column < dim) {
