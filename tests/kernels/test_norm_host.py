@@ -59,7 +59,8 @@ def both_bases(plans: tuple[Plan, ...]) -> list[tuple[str, Case]]:
 @pytest.mark.parametrize("plans", [FORWARD[:4], FORWARD[4:], SEQUENCES, WIDE])
 def test_against_fp64(plans: tuple[Plan, ...], backward: bool, tmp_path: Path):
     if backward and plans is WIDE:
-        plans = WIDE[2:]  # norm_sum has a block for every eight channels
+        # Narrower ones: norm_sum has a block of 32 warps for every eight channels.
+        plans = (Plan(14, r=64, d=264, norm_first=False),)
     plans = tuple(replace(p, backward=backward) for p in plans if not (backward and p.whole))
     taken = run_and_check(both_bases(plans), tmp_path)
     kernels = {name for names in taken for name in names}
