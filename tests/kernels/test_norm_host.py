@@ -100,6 +100,11 @@ def test_the_grid_and_the_share_of_a_warp(monkeypatch: pytest.MonkeyPatch, tmp_p
     run_and_check(of(*plans), tmp_path)
 
 
+def test_every_warp_that_adds_up_counts(tmp_path: Path):
+    """More rows of sums than the 32 warps of norm_sum take at once."""
+    run_and_check(of(Plan(1, True, r=8, d=8, dim=(290, 1, 1), source="inv_freq")), tmp_path)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_rows_whose_squares_overflow_and_rows_of_zeros(norm_first: bool, tmp_path: Path):
     rng = random.Random(1)
