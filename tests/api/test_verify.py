@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ropegraph as rg
-from ropegraph.engines.torch_executor.rope import Rotator
+from ropegraph.engines.torch_executor.rotator import Rotator
 from tests.api.graphs import attention, buffers
 
 SETTINGS = [{"fold": "q", "fold_log2": True}, {"fold": "off"}, {"fold": "symmetric"}]

@@ -29,7 +29,7 @@ def edges(given: dict[str, Tensor], nope: int) -> dict[str, Tensor]:
     """The same with zero blocks, saturating and subnormal values, Inf and NaN in many places."""
     given = {port: t.clone() for port, t in given.items()}
     kv, k_rope = given["kv"], given["k_rope"]
-    s = kv.shape[2]
+    s, last = kv.shape[2], kv.shape[3] - 1
     kv[0, 0, 0] = 0.0
     kv[0, 0, 1] = -0.0
     kv[0, 0, :, 3] = 0.0
@@ -37,7 +37,7 @@ def edges(given: dict[str, Tensor], nope: int) -> dict[str, Tensor]:
     kv[0, 0, 3, ::7] = -torch.inf
     kv[0, -1, 4, ::3] = torch.nan
     kv[0, -1, 5] = torch.nan
-    kv[0, -1, :, nope + 1] = torch.nan
+    kv[0, -1, :, min(nope + 1, last)] = torch.nan
     kv[0, -1, 6] = 3.3895e38
     kv[0, -1, 7] = -3.0e38
     kv[0, -1, 8] *= 1e-38

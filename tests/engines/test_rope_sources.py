@@ -1,15 +1,18 @@
 """Every source of angles by every way to give positions: forward, gradient and adjoint, in fp64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ropegraph.dtypes import as_dtype
 from ropegraph.engines.reference import Reference
 from ropegraph.engines.torch_executor.engine import TorchExecutor
+from ropegraph.ir.graph import Node, Value
 from ropegraph.ir.ops import Rope, RopeFreqsGrad, RopePair
-from ropegraph.lowering.engine import Engine
+from ropegraph.lowering.engine import Device, Engine, Step
 from ropegraph.testing.inputs import normal, poisoned, strides
 from tests.engines import rotations, steps
 from tests.engines.rotations import F32, F64, POSITIONS, SOURCES, TABLES, Case, D, H, case
@@ -172,37 +175,30 @@ def test_a_pair_is_two_rotations(engine, source, positions):
         assert torch.equal(got[f"output{i}"], turn(engine, c, x[i]))
 
 
-def test_rotation_in_place():
-    c = case("packed", "half", POSITIONS["packed"], interleaved=True)
+@pytest.mark.parametrize("positions", ["ids", "packed, starts"])
+def test_rotation_in_place(positions):
+    c = case("packed", "half", POSITIONS[positions], interleaved=True)
     x = data(c)
     want = turn(ENGINES[0], c, x)
-    step_in = x.clone()
-    from ropegraph.dtypes import as_dtype
-    from ropegraph.ir.graph import Node, Value
-    from ropegraph.lowering.engine import Device, Step
-
-    bound = {"x": step_in, **c.tensors}
+    bound = {"x": x.clone(), **c.tensors}
     values = {n: Value(n, tuple(t.shape), t.stride(), as_dtype(t.dtype)) for n, t in bound.items()}
     slots = {n: i for i, n in enumerate(bound)}
     ports = {"input": "x", **{p: p for p in c.tensors}}
     step = Step(Node("turn", c.attrs, ports, {"output": "x"}), values, "torch", slots)
     ENGINES[0].compile(step, Device())(list(bound.values()), 0)
-    assert torch.equal(step_in, want)
+    assert torch.equal(bound["x"], want)
 
 
-def test_an_exact_copy_beside_inf_and_at_position_0():
+@engines
+def test_channels_outside_are_copied_and_position_0_changes_nothing(engine):
     # C04
-    inf, nan = torch.inf, torch.nan
-    x = torch.tensor([1.0, 2.0, inf, nan]).reshape(1, 1, 1, 4)
-    one = torch.tensor([1])
-    for source in ({"inv_freq": torch.tensor([1.0]), "position_ids": one.reshape(1, 1)},):
-        attrs = Rope(2, 0, angles="inv_freq", half_width=True)
-        got = steps.run(attrs, {"input": x, **source}, ["output"], ENGINES[0])["output"]
-        torch.testing.assert_close(
-            got[..., :2].flatten(), torch.tensor([-1.1426, 1.9221]), atol=1e-4, rtol=0
-        )
-        assert torch.equal(got.view(torch.int32)[..., 2:], x.view(torch.int32)[..., 2:])
+    x = torch.tensor([1.0, 2.0, torch.inf, torch.nan]).reshape(1, 1, 1, 4)
+    attrs = Rope(2, 0, angles="inv_freq", half_width=True)
+    ports = {"inv_freq": torch.tensor([1.0]), "position_ids": torch.tensor([[1]])}
+    got = steps.run(attrs, {"input": x, **ports}, ["output"], engine)["output"]
+    turned = torch.tensor([-1.1426, 1.9221])
+    torch.testing.assert_close(got[0, 0, 0, :2], turned, atol=1e-4, rtol=0)
+    assert torch.equal(got.view(torch.int32)[..., 2:], x.view(torch.int32)[..., 2:])
     x = torch.tensor([3.0, -0.0, 1e-40, 5.0]).reshape(1, 1, 1, 4)
-    attrs = Rope(4, 0, angles="inv_freq", half_width=True)
-    ports = {"input": x, "inv_freq": torch.tensor([1.0, 0.01])}
-    assert torch.equal(steps.run(attrs, ports, ["output"], ENGINES[0])["output"], x)
+    attrs, ports = replace(attrs, rope_dim=4), {"inv_freq": torch.tensor([1.0, 0.01])}
+    assert torch.equal(steps.run(attrs, {"input": x, **ports}, ["output"], engine)["output"], x)

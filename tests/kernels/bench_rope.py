@@ -1,8 +1,9 @@
-"""Time cuda.rope on a GPU:  python -m tests.kernels.bench_rope OUT.json [COMMIT].
+"""Time cuda.rope on a GPU:  python -m tests.kernels.bench_rope OUT.json [COMMIT] [--sources].
 
 Needs CuPy and Triton. Times are medians of triton.testing.do_bench, which clears the L2 before each
-run: device time by CUDA events, one launch at a time. With --render it prints such a record as
-Markdown. test_gpu.py checks what is timed here.
+run: device time by CUDA events, one launch at a time. --sources leaves out what does not concern
+sources of angles and positions. With --render it prints such a record as Markdown.
+tests/gpu/test_cuda_rope.py checks what is timed here.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ def pair(q: Tensor, k: Tensor, op: Rope | RopeBackward, *, in_place: bool = Fals
 
 
 def moved_bytes(given: Case) -> int:
-    """Bytes of data read and written, and of the columns of the tables that are read."""
+    """Bytes of data read and written, of the columns of the tables that are read, of positions."""
     total, tables = 0, set[int]()
     for port, value in given.step.values.items():
-        tensor = given.at(port)
-        if port.startswith("freqs"):
-            if tensor.data_ptr() not in tables:
-                part, _ = parts_of(given.step)[0]
-                tables.add(tensor.data_ptr())
-                columns = part.rope_dim if part.table_layout == "full" else part.rope_dim // 2
-                total += tensor.shape[0] * columns * 4
-        elif not port.startswith("offsets"):
+        tensor = given.env[given.step.slots[port]]
+        if port.startswith(("input", "output", "dY", "dX")):
             total += tensor.numel() * value.dtype.itemsize
+        elif not port.startswith("offsets") and tensor.data_ptr() not in tables:
+            tables.add(tensor.data_ptr())
+            part, _ = parts_of(given.step)[0]
+            is_half = port.startswith("freqs") and part.table_layout != "full"
+            columns = part.rope_dim // 2 if is_half else tensor.shape[-1]
+            total += tensor.numel() // tensor.shape[-1] * columns * value.dtype.itemsize
     return total
 
 
@@ -237,8 +238,10 @@ def main(arguments: Sequence[str]) -> None:
     import cupy
     import triton
 
+    from tests.kernels.bench_sources import sources
+
     torch.manual_seed(0)
-    rows = shapes() + kinds()
+    rows = sources() if "--sources" in arguments else shapes() + kinds() + sources()
     small = pair(data(1, 256, 32, 128, "bshd"), data(1, 256, 8, 128, "bshd"), Rope(128, 0))
     record = {
         "date": time.strftime("%Y-%m-%d"),

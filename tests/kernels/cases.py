@@ -1,6 +1,6 @@
 """Steps for the kernel tests, with their tensors, and what the fp64 reference makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from ropegraph.testing.budget import rounding
 from ropegraph.testing.inputs import span
 
 Rotary = Rope | RopeBackward | RopePair
+Run = Callable[[Sequence["Case"]], None]  # what the fixture ``run`` is
 
 
 @dataclass(frozen=True)

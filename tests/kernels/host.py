@@ -111,16 +111,26 @@ def variant_for(step: Step) -> Variant:
     return variant_of(jobs, shape_of(jobs, widest_vector(jobs)))
 
 
+def launch_for(case: Case) -> Launch:
+    """The launch that the real launcher asks for."""
+    driver = Recorder()
+    launcher(case.step, driver, case.flag)(case.env, 0)
+    (launch,) = driver.launches
+    return launch
+
+
+def kernel_of(case: Case) -> int:
+    """VECTOR or SINGLE."""
+    return launch_for(case).function
+
+
 def run(cases: Sequence[Case], where: Path) -> list[int]:
     """Run every case, each on its own variant. Returns the kernel each took: VECTOR or SINGLE."""
-    launches: list[Launch] = []
-    wanted: list[tuple[Variant, int]] = []
-    for case in cases:
-        driver = Recorder()
-        launcher(case.step, driver, case.flag)(case.env, 0)
-        launches += driver.launches
-        wanted.append((variant_for(case.step), driver.launches[0].function))
-    assert len(launches) == len(cases)
+    launches = [launch_for(case) for case in cases]
+    wanted = [
+        (variant_for(case.step), launch.function)
+        for case, launch in zip(cases, launches, strict=True)
+    ]
     kernels = list(dict.fromkeys(wanted))
     program = build(kernels, where)
     data: list[bytes] = []

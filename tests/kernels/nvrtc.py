@@ -1,4 +1,4 @@
-"""rope.cu compiled by NVRTC, which needs no driver, with what ptxas says of each kernel.
+"""rope.cu and mla.cu compiled by NVRTC, which needs no driver, with what ptxas says of each kernel.
 
 The library is called through ctypes: torch would import cuda-bindings wherever it is installed.
 """
@@ -7,7 +7,9 @@ import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+from ropegraph.engines.cuda_rope.mla import MlaVariant
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
 from tests.kernels.host import cuda_headers
 from tests.missing import missing
@@ -37,16 +39,39 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def compile_variant(variant: Variant, arch: str) -> dict[str, Resources]:
+def compile_variant(
+    variant: Variant | MlaVariant, arch: str, path: Path = SOURCE
+) -> dict[str, Resources]:
     """Machine code for ``arch``; the resources of each kernel by name.
 
     Raises AssertionError with the compiler's text if it does not compile.
     """
+    program, log = _compiled(variant, path, f"-arch={arch}", "--ptxas-options=-v")
+    nvrtc, size = load(), ctypes.c_size_t()
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    assert size.value > 0
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return {name: _resources(part) for name, part in _KERNEL.findall(log)}
+
+
+def ptx_as_cupy_makes_it(variant: Variant | MlaVariant, path: Path = SOURCE) -> str:
+    """PTX with the option that CuPy adds to those of its callers."""
+    program, _ = _compiled(variant, path, "-arch=compute_90", "-ftz=true")
+    nvrtc, size = load(), ctypes.c_size_t()
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return text.value.decode()
+
+
+def _compiled(variant: Variant | MlaVariant, path: Path, *more: str) -> tuple[ctypes.c_void_p, str]:
+    """The program, and what the compiler said."""
     nvrtc = load()
-    options = (*variant.options, f"-arch={arch}", f"-I{cuda_headers()}", "--ptxas-options=-v")
+    options = (*variant.options, f"-I{cuda_headers()}", *more)
     program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"rope.cu", 0, None, None)
+    source, name = path.read_bytes(), path.name.encode()
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
     assert made == 0
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
@@ -55,11 +80,8 @@ def compile_variant(variant: Variant, arch: str) -> dict[str, Resources]:
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     text = log.value.decode()
-    assert failed == 0, f"{variant} on {arch}: {text[:3000]}"
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    assert size.value > 0
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return {name: _resources(part) for name, part in _KERNEL.findall(text)}
+    assert failed == 0, f"{variant} {more}: {text[:3000]}"
+    return program, text
 
 
 def _resources(text: str) -> Resources:

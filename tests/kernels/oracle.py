@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def _sequences(given: Case, attrs: Rope | RopeBackward, suffix: str, y: Tensor) 
             yield Rows(*views, i, positions(i, n))
     elif step.has(port := "cu_seqlens" + suffix):
         bounds = given.at(port).tolist()
-        for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (start, stop) in enumerate(pairwise(bounds)):
             first, last = start // attrs.cp_size, stop // attrs.cp_size
             is_cut = attrs.cp_size == 1 or (stop - start) % (2 * attrs.cp_size) == 0
             own = positions(0 if step.has("position_ids" + suffix) else i, last - first, first)

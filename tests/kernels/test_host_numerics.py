@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from ropegraph.ir.ops import Rope, RopeBackward
 from ropegraph.testing.inputs import normal
-from tests.kernels import host
-from tests.kernels.cases import Case, bits, case, like
+from tests.kernels.cases import Case, Run, bits, case, like
 from tests.kernels.test_host import adjoint
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,7 +49,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_nemo_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_nemo_bit_for_bit(dtype: torch.dtype, run: Run) -> None:
     """Even and odd prefixes, which are copied bit for bit; with ids, in both directions."""
     generator = torch.Generator().manual_seed(3)
     angles = torch.randn(7, 1, 1, 32, generator=generator) * 100
@@ -76,7 +74,7 @@ def test_nemo_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
             made.append((given, nemo(x, *table, back)))
         else:
             made.append((case(op, input=x, **tensors, output=like(x)), nemo(x, *table, op)))
-    host.run([given for given, _ in made], tmp_path)
+    run([given for given, _ in made])
     for given, want in made:
         got = given.at(given.written[0])
         prefix = given.step.node.attrs.rope_offset  # type: ignore[union-attr]
@@ -91,7 +89,7 @@ def eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_hugging_face_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_hugging_face_bit_for_bit(dtype: torch.dtype, run: Run) -> None:
     """Forward, and autograd's backward; the attention factor is part of the rounded tables."""
     generator = torch.Generator().manual_seed(4)
     half = torch.rand(6, 1, 1, 32, generator=generator) * 1000
@@ -116,7 +114,7 @@ def test_hugging_face_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
         tensors = {"cos": cos, "sin": sin}
         made.append((case(op, input=x, **tensors, output=like(x)), want.detach()))
         made.append((case(adjoint(op), dY=dy, **tensors, dX=like(dy)), held.grad))
-    host.run([given for given, _ in made], tmp_path)
+    run([given for given, _ in made])
     for given, want in made:
         assert same(given.at(given.written[0]), want), given.step.node.attrs
 
@@ -138,7 +136,7 @@ def hard_positions(inv_freq: float, limit: int) -> set[int]:
     return {n for n in found if abs(n) < limit}
 
 
-def test_exact_angles_are_within_a_unit_of_fp32(tmp_path: Path) -> None:
+def test_exact_angles_are_within_a_unit_of_fp32(run: Run) -> None:
     """Below 2^24, for 1.0 and small numbers, and far beyond where no value is close to zero."""
     rng = random.Random(2)
     inv_freq = torch.tensor([1e6 ** (-2 * i / 64) for i in range(32)])
@@ -154,7 +152,7 @@ def test_exact_angles_are_within_a_unit_of_fp32(tmp_path: Path) -> None:
              output=torch.full((1, 1, p.shape[1], 64), torch.nan))
         for p in (ids, far)
     ]  # fmt: skip
-    host.run(given, tmp_path)
+    run(given)
     for one, positions in zip(given, (ids, far), strict=True):
         # 64 bits hold these products; numpy's functions of them are right to 1e-19.
         angle = positions[0].numpy().astype(np.longdouble)[:, None] * inv_freq.numpy()

@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from ropegraph.ir.ops import Rope, RopeBackward, RopePair
 from ropegraph.testing.inputs import normal
-from tests.kernels import host
-from tests.kernels.cases import Case, Ragged, bits, case, check, like
+from tests.kernels.cases import Case, Ragged, Run, bits, case, check, like
 from tests.kernels.oracle import expected
 from tests.kernels.test_host import PAIRS, adjoint, rotation, table
 
@@ -43,10 +41,10 @@ def placed(
     return case(op, input=x, **angles, **positions, output=y)
 
 
-def run_flagged(given: list[tuple[str, Case, int]], where: Path) -> None:
+def run_flagged(given: list[tuple[str, Case, int]], run: Run) -> None:
     """Run; check rows against the oracle and each flag against what is wrong."""
     wants = [expected(one) for _, one, _ in given]
-    host.run([one for _, one, _ in given], where)
+    run([one for _, one, _ in given])
     for (what, one, flag), want in zip(given, wants, strict=True):
         assert one.flag.item() == flag, what
         check(one, want, what)
@@ -54,7 +52,7 @@ def run_flagged(given: list[tuple[str, Case, int]], where: Path) -> None:
             assert not (one.at(port) == UNWRITTEN).any(), what
 
 
-def test_positions_outside_the_table_are_nan_and_flagged(tmp_path: Path) -> None:
+def test_positions_outside_the_table_are_nan_and_flagged(run: Run) -> None:
     """C43: no read out of bounds, no row left unwritten, no other row touched."""
     far = ints(2**62, -(2**63), 3, dtype=I64)
     given: list[tuple[str, Case, int]] = []
@@ -80,10 +78,10 @@ def test_positions_outside_the_table_are_nan_and_flagged(tmp_path: Path) -> None
         ("packed", placed(x, 4, Rope(4, 0), start_positions=ints(1, 2), **bounds), 0),
         ("packed, far", placed(x, 4, Rope(4, 0), start_positions=ints(2, -1), **bounds), POSITION),
     ]
-    run_flagged(given, tmp_path)
+    run_flagged(given, run)
 
 
-def test_a_made_angle_takes_any_position(tmp_path: Path) -> None:
+def test_a_made_angle_takes_any_position(run: Run) -> None:
     """C43: -1 turns back, and 4, 5 by start or by position_ids are the same bits."""
     one = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2).expand(1, 1, 2, 2).contiguous()
 
@@ -101,7 +99,7 @@ def test_a_made_angle_takes_any_position(tmp_path: Path) -> None:
             {"position_ids": ints(2**62, -(2**63), dtype=I64)[None]},
         )
     ]
-    host.run(cases, tmp_path)
+    run(cases)
     for back, by_ids, by_start, far in (cases[:4], cases[4:]):
         got = back.at("output")[0, 0]
         torch.testing.assert_close(got[0], torch.tensor([0.5403, -0.8415]), atol=1e-4, rtol=0)
@@ -112,7 +110,7 @@ def test_a_made_angle_takes_any_position(tmp_path: Path) -> None:
         assert not any(given.flag.item() for given in (back, by_ids, by_start, far))
 
 
-def test_wrong_bounds_are_never_followed(tmp_path: Path) -> None:
+def test_wrong_bounds_are_never_followed(run: Run) -> None:
     """C16, C20: bounds that decrease, reach too far or cannot be cut into chunks."""
     x = normal((1, 3, 6, 8), BF16, "bshd")
     two = Rope(8, 0, cp_size=2, cp_rank=1)
@@ -128,7 +126,7 @@ def test_wrong_bounds_are_never_followed(tmp_path: Path) -> None:
         ("past the end by 2", two, ints(0, 4, 16), REACH, {0, 1}),
     ]
     cases = [placed(x, 12, op, cu_seqlens=bounds) for _, op, bounds, _, _ in plans]
-    host.run(cases, tmp_path)
+    run(cases)
     for given, (what, _, bounds, flag, right) in zip(cases, plans, strict=True):
         assert given.flag.item() & flag if flag else not given.flag.item(), what
         y = given.at("output")[0]
@@ -141,18 +139,18 @@ def test_wrong_bounds_are_never_followed(tmp_path: Path) -> None:
                 assert not y[:, token].any(), f"{what}: token {token}"
 
 
-def test_ragged_lengths_that_cannot_be_cut(tmp_path: Path) -> None:
+def test_ragged_lengths_that_cannot_be_cut(run: Run) -> None:
     h, d = 2, 8
     offsets = ints(0, 4, 7) * h * d
     x = Ragged(normal((1, h, 9, d), BF16, "bshd"), (2, h, 8, d), (8 * h * d, d, h * d, 1), offsets)
     y = replace(x, buffer=unwritten(x.buffer))
     freqs = table(random.Random(3), 16, d)
     given = case(Rope(8, 0, cp_size=2), input=x, freqs=freqs, output=y)
-    run_flagged([("ragged", given, CHUNKS)], tmp_path)
+    run_flagged([("ragged", given, CHUNKS)], run)
 
 
 @pytest.mark.parametrize("op", [Rope(2, 0), RopeBackward(2, 0)])
-def test_rows_of_no_sequence_become_zero(op: Rope | RopeBackward, tmp_path: Path) -> None:
+def test_rows_of_no_sequence_become_zero(op: Rope | RopeBackward, run: Run) -> None:
     """C18: NaN in rows before, after and between what is real does not come through."""
     x = normal((1, 1, 6, 2), F32)
     x[:, :, 4:] = torch.nan
@@ -161,7 +159,7 @@ def test_rows_of_no_sequence_become_zero(op: Rope | RopeBackward, tmp_path: Path
         ("none", placed(x, 6, op, cu_seqlens=ints(0)), 0),  # type: ignore[arg-type]
         ("before", placed(x.flip(2), 6, op, cu_seqlens=ints(2, 4, 6)), 0),  # type: ignore[arg-type]
     ]
-    run_flagged(given, tmp_path)
+    run_flagged(given, run)
     assert not given[0][1].at(given[0][1].written[0])[:, :, 4:].any()
 
 
@@ -171,7 +169,7 @@ def positions_read(given: Case) -> list[int]:
     return torch.atan2(y[:, 1], y[:, 0]).div(0.1).round().int().tolist()
 
 
-def test_positions_of_ranks(tmp_path: Path) -> None:
+def test_positions_of_ranks(run: Run) -> None:
     """C19: dense, with sequences, and with starts."""
 
     def held(n: int, rank: int, **positions: Tensor) -> Case:
@@ -186,14 +184,14 @@ def test_positions_of_ranks(tmp_path: Path) -> None:
         *(held(4, rank, **packed) for rank in (0, 1)),
         *(held(4, rank, **packed, start_positions=ints(5, 1)) for rank in (0, 1)),
     ]
-    host.run(cases, tmp_path)
+    run(cases)
     assert [positions_read(given) for given in cases] == [
         [0, 1, 6, 7], [2, 3, 4, 5], [0, 3, 0, 3], [1, 2, 1, 2], [5, 8, 1, 4], [6, 7, 2, 3],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_ranks_together_equal_one(is_packed: bool, tmp_path: Path) -> None:
+def test_ranks_together_equal_one(is_packed: bool, run: Run) -> None:
     """Bit for bit, forward and adjoint, starts included."""
     rng = random.Random(int(is_packed))
     lengths = [24, 0, 48] if is_packed else [48]
@@ -220,7 +218,7 @@ def test_ranks_together_equal_one(is_packed: bool, tmp_path: Path) -> None:
                 ranks.append((placed(x[:, :, own].clone(), 64, part, **positions), own))
             kept.append((whole, ranks))
             cases += (whole, *(given for given, _ in ranks))
-    host.run(cases, tmp_path)
+    run(cases)
     for whole, ranks in kept:
         port = whole.written[0]
         assert torch.isfinite(whole.at(port).float()).all()
@@ -228,7 +226,7 @@ def test_ranks_together_equal_one(is_packed: bool, tmp_path: Path) -> None:
             assert torch.equal(bits(given.at(port)), bits(whole.at(port)[:, :, own]))
 
 
-def test_packed_sequences_equal_a_loop_over_them(tmp_path: Path) -> None:
+def test_packed_sequences_equal_a_loop_over_them(run: Run) -> None:
     """Bit for bit; 70 sequences take two rounds of the search, many of them are empty."""
     rng = random.Random(4)
     lengths = [rng.choice((0, 0, 1, 2)) for _ in range(69)] + [5]
@@ -244,14 +242,14 @@ def test_packed_sequences_equal_a_loop_over_them(tmp_path: Path) -> None:
             for at, n in zip(bounds.tolist(), lengths, strict=False)
             if n
         ]
-        host.run([packed, *(given for _, given in alone)], tmp_path)
+        run([packed, *(given for _, given in alone)])
         assert not packed.flag.item()
         for at, given in alone:
             own = given.at("output")
             assert torch.equal(bits(packed.at("output")[:, :, at : at + own.shape[2]]), bits(own))
 
 
-def test_two_rotations_with_positions_of_their_own(tmp_path: Path) -> None:
+def test_two_rotations_with_positions_of_their_own(run: Run) -> None:
     rng = random.Random(12)
     first = replace(rotation(rng, 32, 48, PAIRS[0], full=False), half_width=False)
     given: list[tuple[str, Case]] = []
@@ -277,7 +275,7 @@ def test_two_rotations_with_positions_of_their_own(tmp_path: Path) -> None:
         **both, **packed,
     )  # fmt: skip
     wants = [expected(one) for _, one in given]
-    host.run([one for _, one in given], tmp_path)
+    run([one for _, one in given])
     for (what, one), want in zip(given, wants, strict=True):
         check(one, want, what)
         assert not one.flag.item(), what

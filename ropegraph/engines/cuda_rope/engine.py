@@ -5,6 +5,7 @@ from __future__ import annotations
 from ropegraph.dtypes import INDEX, DType, short
 from ropegraph.engines.cuda_rope.job import parts_of
 from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
+from ropegraph.engines.cuda_rope.mla import MLA, why_not_mla
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
@@ -24,11 +25,11 @@ _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 class CudaRope:
     """Rotary kernels built by CuPy: every layout and stride, fp16, bf16 and fp32, sm_80 and newer.
 
-    Q and K of a RopePair take one launch.
+    Q and K of a RopePair take one launch, and so do the outputs of an MlaKvRope.
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair)
+    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, *MLA)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -37,6 +38,8 @@ class CudaRope:
             broken.append(f"needs a CUDA device, this is {device}")
         elif device.sm < 80:
             broken.append(f"needs sm_80 or newer, this is sm_{device.sm}")
+        if isinstance(step.node.attrs, MLA):
+            return (*broken, *why_not_mla(step))
         for attrs, suffix in parts_of(step):
             broken += _attributes(attrs)
             broken += _ports(step, attrs, suffix)
@@ -45,6 +48,10 @@ class CudaRope:
 
     def compile(self, step: Step, device: Device) -> Executable:
         """Costly, once a step: the first place CuPy is imported."""
+        if isinstance(step.node.attrs, MLA):
+            from ropegraph.engines.cuda_rope.mla_launch import build_mla
+
+            return build_mla(step, device)
         from ropegraph.engines.cuda_rope.kernels import build
 
         return build(step, device)

@@ -1,4 +1,4 @@
-"""Compiles rope.cu for a step: the only file of this engine that imports CuPy."""
+"""Compiles rope.cu for a step: here and in mla_launch.py CuPy is imported."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class WatchedLaunch(DenseLaunch):
 
 
 class RaggedLaunch(WatchedLaunch):
-    """The same for sequences at offsets: the grid covers all tokens that buffers have room for."""
+    """The same for sequences at offsets: the grid covers as many tokens as the buffers hold."""
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         kernel = self._patched(env)

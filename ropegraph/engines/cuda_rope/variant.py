@@ -38,7 +38,9 @@ class Variant:
             return 16
         if kind.is_full:
             return 20
-        return 20 if demands > 1 else 32 if is_placed or not demands else 24
+        if demands > 1 or (is_apart and kind.source == "exact"):
+            return 20
+        return 24 if demands and not is_placed else 32
 
     @property
     def macros(self) -> dict[str, str]:

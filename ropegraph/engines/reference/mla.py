@@ -125,7 +125,8 @@ def _mxfp8(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     m, e = torch.frexp(torch.where(limit.isinf() | (limit == 0), 1.0, limit))
     power = torch.where(m == 0.5, e - 1, e).clamp(min=-127)
     power = torch.where(limit == 0, -127, torch.where(limit.isinf(), 127, power))
-    scaled = blocks * torch.exp2(-power.double()).unsqueeze(axis + 1)
+    inverse = (1023 - power.long() << 52).view(torch.float64)  # 2^-power
+    scaled = blocks * inverse.unsqueeze(axis + 1)
     return _e4m3(scaled).flatten(axis, axis + 1), (power + 127).to(torch.uint8)
 
 

@@ -1,0 +1,37 @@
+"""Every variant of mla.cu compiles on every architecture; the fast path spills nothing."""
+
+import itertools
+
+import pytest
+
+from ropegraph.dtypes import DType
+from ropegraph.engines.cuda_rope.mla import SOURCE, MlaVariant, Mode
+from tests.kernels.nvrtc import compile_variant
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+TABLES = (DType.BFLOAT16, DType.FLOAT)
+DTYPES = (DType.BFLOAT16, DType.HALF, DType.FLOAT)
+
+
+def variants(mode: Mode) -> list[MlaVariant]:
+    if mode is Mode.MXFP8:
+        return [MlaVariant(mode, DType.BFLOAT16, t, vec) for t in TABLES for vec in (8, 1)]
+    usual = itertools.product(DTYPES, TABLES)
+    return [MlaVariant(mode, d, t, 16 // d.itemsize) for d, t in usual] + [
+        MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, vec) for vec in (4, 2, 1)
+    ]
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_without_spills(mode: Mode, arch: str, record_property) -> None:
+    for i, variant in enumerate(variants(mode)):
+        if i % 2 != ARCHS.index(arch) % 2 and mode is not Mode.MXFP8:
+            continue
+        found = compile_variant(variant, arch, SOURCE)
+        assert set(found) == ({"mla_any", "mla_vector"} if variant.vec > 1 else {"mla_any"})
+        for name, resources in found.items():
+            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            assert not resources.shared
+            assert not resources.spill, f"{name}, {variant} on {arch}: {resources}"
+            assert resources.registers <= 168, f"{name}, {variant} on {arch}: {resources}"
