@@ -11,6 +11,7 @@ from ropegraph.api.backward import derive
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
+from ropegraph.api.matmul_ops import MatmulOps
 from ropegraph.api.mla_ops import MlaOps
 from ropegraph.api.norm_ops import NormOps
 from ropegraph.api.qkv_ops import QkvOps
@@ -38,7 +39,7 @@ _UNSERVED: dict[str, Any] = {
 FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
-class pygraph(QkvOps, SdpaOps, MlaOps, NormOps, LifeCycle):  # noqa: N801 - FE's name
+class pygraph(QkvOps, SdpaOps, MlaOps, MatmulOps, NormOps, LifeCycle):  # noqa: N801 - FE's name
     """A graph of rope and sdpa operations.
 
     io_data_type: the type of tensors that declare none.  intermediate_data_type: types values

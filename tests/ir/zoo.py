@@ -7,6 +7,7 @@ from ropegraph.ir.contract import FoldContract, FoldEntry, Turn
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import (
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     NormRope,
@@ -104,6 +105,8 @@ def zoo() -> Graph:
         {"input": "k", "dY": "dk_rot", "freqs": "freqs"},
         {"dfreqs": "dfreqs"},
     )
+    b.tensor("left", 2, 5, 3), b.tensor("right", 1, 4, 3)
+    b.node("product", Matmul(transpose_B=True), {"A": "left", "B": "right"}, {"C": "product"})
     b.tensor("qkv", 2, 5, 10, 4)
     b.node("split", SplitQkv((6, 2, 2)), {"qkv": "qkv"}, {"v": "v_part"})
     b.scale("use", "v_part", "v_twice", 2.0)
@@ -131,19 +134,8 @@ def zoo() -> Graph:
     gradient = NormRopeBackward(RmsNormBackward(), RopeBackward(8, 0), False, ("n", "r"))
     b.node("fused_b", gradient, {"dY": "k_fused", **ports, "freqs": "freqs"}, {"dX": "dk_fused"})
     b.node("norm_b", RmsNormBackward(True), {"grad": "k_1", **ports}, {"Dscale": "dw"})
-    outputs = (
-        "k_0",
-        "dk_fused",
-        "dw",
-        "o",
-        "dqkv",
-        "dq",
-        "dv",
-        "dfreqs",
-        "mla_row",
-        "mla_value",
-        "dkv",
-    )
+    outputs = ("k_0", "dk_fused", "dw", "o", "product", "dqkv", "dq", "dv", "dfreqs")
+    outputs += ("mla_row", "mla_value", "dkv")
     g = b.graph(*outputs, saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
     part = replace(values["v_part"], stride=(200, 4, 40, 1), within="qkv", start=32)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ropegraph.engines.torch_executor.matmul import MatmulStep
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     NormRope,
@@ -39,7 +41,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        SplitQkv, JoinQkv,
+        Matmul, SplitQkv, JoinQkv,
         MlaKvRope, MlaKvRopeBackward,
         RmsNorm, RmsNormBackward, NormRope, NormRopeBackward, NormRopePair,
     )  # fmt: skip
@@ -62,6 +64,8 @@ class TorchExecutor:
                 return _ScaleStep(step, factor)
             case Sum():
                 return _SumStep(step)
+            case Matmul() as attrs:
+                return MatmulStep(step, attrs)
             case SplitQkv() as attrs:
                 return SplitStep(step, attrs)
             case JoinQkv() as attrs:
