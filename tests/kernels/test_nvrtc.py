@@ -56,7 +56,8 @@ def mixed() -> Iterator[tuple[str, Variant]]:
         kind = Kind(read, written, *layout, full)
         if index is not None:
             kind = replace(kind, sequences="ragged", index=index)
-        yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4)
+        groups = index is None and i // 4 % 2 == 1
+        yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4, groups)
 
 
 def placed() -> Iterator[tuple[str, Variant]]:
@@ -105,7 +106,7 @@ def test_the_plans_name_every_value_of_every_macro() -> None:
     assert seen["ROPE_IN"] == types
     assert seen["ROPE_OUT"] == types
     assert seen["ROPE_TABLE"] == types
-    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS"):
+    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS", "GROUPS"):
         assert seen[f"ROPE_{flag}"] == {"0", "1"}
     for choice in ("POSITION", "SEQUENCES", "NUMERICS"):
         assert seen[f"ROPE_{choice}"] == {"0", "1", "2"}

@@ -16,6 +16,7 @@ from ropegraph.ir.ops import (
     RopePair,
     Rotation,
 )
+from ropegraph.ir.rotation_shapes import merged_heads
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
@@ -85,7 +86,7 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     for port, value in values.items():
         if value.dtype not in _SERVED:
             broken.append(f"{port} is {short(value.dtype)}, not fp16, bf16 or fp32")
-        if any(n >= _LIMIT for n in value.dim):
+        if any(n >= _LIMIT for n in merged_heads(value.dim)):
             broken.append(f"{port} {list(value.dim)} has an extent of 2^30 or more")
     broken += [
         f"{port} is passed by value"
@@ -111,6 +112,8 @@ def _ragged(step: Step, x: Value, y: Value, bounds: str) -> list[str]:
     if x.ragged_offset != y.ragged_offset or x.ragged_multiplier != y.ragged_multiplier:
         return [f"{x.name!r} and {y.name!r} lie at different ragged offsets"]
     broken: list[str] = []
+    if len(x.dim) == 5 or len(y.dim) == 5:
+        broken.append(f"ragged {x.name!r} has its heads in two levels")
     if step.has(bounds):
         broken.append(f"{bounds} and ragged offsets both say where the sequences of {x.name!r} lie")
     if x.stride[2] != y.stride[2] or x.stride[2] < 1:

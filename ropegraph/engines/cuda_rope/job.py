@@ -8,6 +8,7 @@ from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.kind import Kind, is_full, kind_of, ports_of
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopePair, Rotation
+from ropegraph.ir.rotation_shapes import merged_heads
 from ropegraph.lowering.engine import Step
 
 Four = tuple[int, int, int, int]
@@ -15,11 +16,15 @@ Four = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Side:
-    """A tensor [b, h, s, d] that is read or written.  stride: 0 where the extent is 1."""
+    """A tensor [b, h, s, d] that is read or written.  stride: 0 where the extent is 1.
+
+    group: where its heads lie in two levels, what each group before it adds to a head's place.
+    """
 
     slot: int
     dtype: DType
     stride: Four
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Job:
     angles: those of the cosines where there are sines.  rows: positions that the tables have,
     0 for any.  is_adjoint: sines come from the partner's column, where each channel has its own.
     sign: of the sines.  factor, scale: of the channels that turn, of the others.
+    group_heads: heads of a group, where they lie in two levels.
     """
 
     kind: Kind
@@ -82,6 +88,7 @@ class Job:
     scale: float
     cp_size: int = 1
     cp_rank: int = 0
+    group_heads: int = 1
 
     @property
     def passes(self) -> bool:
@@ -127,7 +134,7 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
         rows=rows,
         positions=_positions(step, suffix),
         offsets=_offsets(step, x, suffix),
-        dim=_four(x.dim),
+        dim=_four(merged_heads(x.dim)),
         begin=attrs.rope_offset,
         pairs=attrs.rope_dim // 2,
         is_adjoint=is_adjoint,
@@ -136,6 +143,7 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
         scale=attrs.output_scale,
         cp_size=attrs.cp_size,
         cp_rank=attrs.cp_rank,
+        group_heads=next((v.dim[2] for v in (x, step.value(written)) if len(v.dim) == 5), 1),
     )
 
 
@@ -145,7 +153,11 @@ def _side(step: Step, port: str) -> Side:
     if value.ragged_offset is not None:
         # Tokens are laid out in strides of s whatever the number of positions of a sequence.
         stride = (0, stride[1], value.stride[2], stride[3])
-    return Side(step.slot(port), value.dtype, _four(stride))
+    group = 0
+    if len(stride) == 5:
+        b, of_groups, h, s, d = stride
+        stride, group = (b, h, s, d), of_groups - value.dim[2] * h
+    return Side(step.slot(port), value.dtype, _four(stride), group)
 
 
 def _table_ports(attrs: Rotation, suffix: str) -> tuple[str, ...]:

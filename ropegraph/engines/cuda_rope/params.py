@@ -25,6 +25,7 @@ _JOB: list[tuple[str, type]] = [
     ("token_magic", ctypes.c_uint64), ("flag", _POINTER),
     ("x_b", _I64), ("x_h", _I64), ("x_s", _I64), ("x_d", _I64),
     ("y_b", _I64), ("y_h", _I64), ("y_s", _I64), ("y_d", _I64),
+    ("x_g", _I64), ("y_g", _I64), ("group_magic", ctypes.c_uint64),
     ("cp_size", _I32), ("cp_rank", _I32),
     ("batch", _I32), ("heads", _I32), ("rows", _I32), ("dim", _I32),
     ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("part_heads", _I32),
@@ -107,6 +108,7 @@ def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> byte
 def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
     to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
+    to.x_g, to.y_g, to.group_magic = job.x.group, job.y.group, _magic(job.group_heads)
     to.angle_b, to.angle_s, to.angle_pair, to.angle_second = _steps(job.angles)
     if job.sines is not None:
         to.sine_b, to.sine_s, to.sine_pair, to.sine_second = _steps(job.sines)

@@ -12,6 +12,7 @@
 //   ROPE_WRITE_PAIRS       the same for what is written
 //   ROPE_FULL              1: each written channel has its own column of the table
 //   ROPE_PASS              1: some channels lie outside the rotation
+//   ROPE_GROUPS            1: heads lie in two levels, in what is read or what is written
 //   ROPE_SOURCE            0: a table of angles, 1: tables of cosines and of sines, 2: radians a
 //                          position, their product with it rounded to fp32, 3: the same, exact
 //   ROPE_TABLE             element type of these tables
@@ -86,6 +87,8 @@ struct Job {
   unsigned* flag;
   long long x_b, x_h, x_s, x_d;
   long long y_b, y_h, y_s, y_d;
+  long long x_g, y_g;                  // what each group of heads before it adds to a head's place
+  unsigned long long group_magic;      // 2^64 / heads of a group, up; 0 if that is 1
   int cp_size, cp_rank;
   int batch, heads, rows, dim;         // sequences (b if each is a batch entry), h, s, d
   int tokens;                          // tokens a batch entry; ragged: of the whole buffer
@@ -583,6 +586,13 @@ struct Held {
 
 // ---- the heads of a token -----------------------------------------------------------------------
 
+// Where a head starts, in elements from where its token does.
+__device__ inline long long place_of(const Job& job, int head, long long step, long long group) {
+  long long place = head * step;
+  if constexpr (ROPE_GROUPS) place += quotient(head, job.group_magic) * group;
+  return place;
+}
+
 // The two channels of a pair: y1 of cos1 and sin1, y2 of cos2 and sin2.
 __device__ inline void rotate_pair(float factor, float x1, float x2, float cos1, float sin1,
                                    float cos2, float sin2, float& y1, float& y2) {
@@ -654,9 +664,11 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
     const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
     const long long x_next = (x2 - x1) * x_d, y_next = (y2 - y1) * y_d;
     int head = from + seat.head, wanted = head;
-    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + head * job.x_h +
+    // Of its first head; in two levels, of its token.
+    const int own = ROPE_GROUPS ? 0 : head;
+    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + own * job.x_h +
                        (job.begin + x1) * x_d;
-    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + head * job.y_h +
+    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + own * job.y_h +
                   (job.begin + y1) * y_d;
     const bool is_there =
         seat.head < split.heads && block + seat.vec < vecs && first.s + seat.token < job.rows;
@@ -665,11 +677,12 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
     Vec<ROPE_IN, V> a[kFlight<V>], c[kFlight<V>];
     const auto load = [&](int f) {
       if (wanted < end) {
-        a[f].load(x);
-        c[f].load(x + x_next);
+        const ROPE_IN* at = ROPE_GROUPS ? x + place_of(job, wanted, job.x_h, job.x_g) : x;
+        a[f].load(at);
+        c[f].load(at + x_next);
       }
       wanted += split.heads;
-      x += x_step;
+      if constexpr (!ROPE_GROUPS) x += x_step;
     };
 #pragma unroll
     for (int f = 0; f < kFlight<V>; ++f) load(f);
@@ -685,11 +698,12 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
         if (head < end) {
           Vec<ROPE_OUT, V> to_a, to_c;
           rotate<V>(turn, job.factor, a[f], c[f], to_a, to_c);
-          to_a.store(y);
-          to_c.store(y + y_next);
+          ROPE_OUT* at = ROPE_GROUPS ? y + place_of(job, head, job.y_h, job.y_g) : y;
+          to_a.store(at);
+          to_c.store(at + y_next);
         }
         head += split.heads;
-        y += y_step;
+        if constexpr (!ROPE_GROUPS) y += y_step;
         load(f);
       }
     }
@@ -725,18 +739,22 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
       const int end = is_there ? to : 0;
       const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
       int head = from + seat.head;
-      const ROPE_IN* x = job.x + first.x + token * job.x_s + head * job.x_h + channel * x_d;
-      ROPE_OUT* y = job.y + first.y + token * job.y_s + head * job.y_h + channel * y_d;
+      const int own = ROPE_GROUPS ? 0 : head;
+      const ROPE_IN* x = job.x + first.x + token * job.x_s + own * job.x_h + channel * x_d;
+      ROPE_OUT* y = job.y + first.y + token * job.y_s + own * job.y_h + channel * y_d;
 
       for (; head < end; head += kFlight<V> * split.heads) {
         Vec<ROPE_IN, V> a[kFlight<V>];
 #pragma unroll
         for (int f = 0; f < kFlight<V>; ++f) {
-          if (head + f * split.heads < end) a[f].load(x + f * x_step);
+          const int nth = head + f * split.heads;
+          if (nth >= end) continue;
+          a[f].load(ROPE_GROUPS ? x + place_of(job, nth, job.x_h, job.x_g) : x + f * x_step);
         }
 #pragma unroll
         for (int f = 0; f < kFlight<V>; ++f) {
-          if (head + f * split.heads >= end) continue;
+          const int nth = head + f * split.heads;
+          if (nth >= end) continue;
           Vec<ROPE_OUT, V> to_a;
           if constexpr (is_same) to_a = a[f];
           if (!is_same || !is_copy) {
@@ -745,10 +763,12 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
               to_a.set(k, a[f].get(k) * scale, a[f].get((k + 1) % V) * scale);
             }
           }
-          to_a.store(y + f * y_step);
+          to_a.store(ROPE_GROUPS ? y + place_of(job, nth, job.y_h, job.y_g) : y + f * y_step);
         }
-        x += kFlight<V> * x_step;
-        y += kFlight<V> * y_step;
+        if constexpr (!ROPE_GROUPS) {
+          x += kFlight<V> * x_step;
+          y += kFlight<V> * y_step;
+        }
       }
     }
   }
@@ -763,7 +783,7 @@ __device__ inline void fill_heads(const Job& job, const Token& token, int from, 
   for (int k = 0; k < V; k += 2) all.set(k, token.value, token.value);
   for (int head = from; head < to; ++head) {
     for (int vec = lane; vec < job.dim / V; vec += kLanes) {
-      all.store(job.y + token.y + head * job.y_h + vec * V * y_d);
+      all.store(job.y + token.y + place_of(job, head, job.y_h, job.y_g) + vec * V * y_d);
     }
   }
 }

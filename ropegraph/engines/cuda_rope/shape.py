@@ -121,7 +121,7 @@ def _fits(job: Job, vec: int) -> bool:
         *outer, stride_d = side.stride
         if stride_d != 1:
             return False
-        if any(s * side.dtype.itemsize % alignment(side, vec) for s in outer):
+        if any(s * side.dtype.itemsize % alignment(side, vec) for s in (*outer, side.group)):
             return False
     return True
 

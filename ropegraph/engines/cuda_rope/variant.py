@@ -24,6 +24,7 @@ class Variant:
     vec: int
     angles: int
     warps: int
+    groups: bool = False
 
     @property
     def resident(self) -> int:
@@ -47,6 +48,7 @@ class Variant:
         """Macro -> value."""
         return self.kind.macros | {
             "ROPE_PASS": str(int(self.passes)),
+            "ROPE_GROUPS": str(int(self.groups)),
             "ROPE_VEC": str(self.vec),
             "ROPE_ANGLES": str(self.angles),
             "ROPE_FLIGHT": str(FLIGHT),
@@ -68,4 +70,5 @@ def variant_of(jobs: Sequence[Job], shape: Shape) -> Variant:
         vec=shape.vec,
         angles=shape.angles,
         warps=shape.warps,
+        groups=any(job.x.group or job.y.group for job in jobs),
     )
