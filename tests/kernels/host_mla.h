@@ -1,9 +1,6 @@
 // What mla.cu needs of CUDA beyond rope.cu.
 #pragma once
 
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned x, int lanes) {
   if (mask != 0xffffffffu) host::fail("a shuffle of some lanes");
   const int parity = host::lanes[host::current].meetings % 2, from = host::current ^ lanes;
