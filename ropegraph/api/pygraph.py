@@ -8,6 +8,7 @@ from typing import Any
 
 from ropegraph.api import report
 from ropegraph.api.backward import derive
+from ropegraph.api.cache_ops import CacheOps
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
@@ -37,7 +38,7 @@ _UNSERVED: dict[str, Any] = {
 FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
-class pygraph(QkvOps, SdpaOps, MlaOps, LifeCycle):  # noqa: N801 - FE's name
+class pygraph(QkvOps, CacheOps, SdpaOps, MlaOps, LifeCycle):  # noqa: N801 - FE's name
     """A graph of rope and sdpa operations.
 
     io_data_type: the type of tensors that declare none.  intermediate_data_type: types values

@@ -131,7 +131,7 @@ class Graph:
 
     @property
     def singles(self) -> tuple[Node[Any], ...]:
-        """The nodes, each RopePair as the two rotations that it stands for."""
+        """The nodes, each RopePair as those that it stands for."""
         return tuple(single for node in self.nodes for single in singles(node))
 
     @cached_property
@@ -244,7 +244,7 @@ def rotated_by(node: Node[Any], output: str) -> str | None:
 
 
 def singles(node: Node[Any]) -> tuple[Node[Any], ...]:
-    """The two rotations that a RopePair stands for, under their own names; else the node itself."""
+    """The nodes that a RopePair stands for, under their own names; else the node itself."""
     pair = node.attrs
     if not isinstance(pair, RopePair):
         return (node,)

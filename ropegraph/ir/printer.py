@@ -27,7 +27,7 @@ def print_graph(graph: Graph) -> str:
 def describe(attrs: Op) -> list[str]:
     """The attributes that differ from their defaults, and the scales, as ``name=value``."""
     if isinstance(attrs, RopePair):
-        return [f"[{'; '.join(describe(part))}]" for part in attrs.parts]
+        return [f"[{'; '.join(describe(part)) or op_name(part)}]" for part in attrs.parts]
     texts: list[str] = []
     for f in fields(attrs):
         value = getattr(attrs, f.name)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from ropegraph.dtypes import INDEX, DType, short
-from ropegraph.engines.cuda_rope.job import parts_of
+from ropegraph.engines.cuda_rope.job import Part, parts_of
 from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
 from ropegraph.engines.cuda_rope.mla import MLA, why_not_mla
+from ropegraph.engines.cuda_rope.params import MOST_JOBS
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
+    CACHE_PORTS,
     POSITION_PORTS,
+    CacheWrite,
     Op,
     Rope,
     RopeBackward,
@@ -26,11 +29,11 @@ _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 class CudaRope:
     """Rotary kernels built by CuPy: every layout and stride, fp16, bf16 and fp32, sm_80 and newer.
 
-    Q and K of a RopePair take one launch, and so do the outputs of an MlaKvRope.
+    The parts of a RopePair take one launch, and so do the outputs of an MlaKvRope.
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, *MLA)
+    ops: tuple[type[Op], ...] = (Rope, RopeBackward, CacheWrite, RopePair, *MLA)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -42,7 +45,8 @@ class CudaRope:
         if isinstance(step.node.attrs, MLA):
             return (*broken, *why_not_mla(step))
         for attrs, suffix in parts_of(step):
-            broken += _attributes(attrs)
+            if isinstance(attrs, Rotation):
+                broken += _attributes(attrs)
             broken += _ports(step, attrs, suffix)
         broken += _pair(step)
         return tuple(dict.fromkeys(broken))
@@ -73,10 +77,12 @@ def _attributes(attrs: Rotation) -> list[str]:
     return broken
 
 
-def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
+def _ports(step: Step, attrs: Part, suffix: str) -> list[str]:
     read, written = ports_of(attrs, suffix)
-    tables = tuple(port + suffix for port in ANGLE_PORTS[attrs.angles])
-    known = {read, written, *tables, *(port + suffix for port in POSITION_PORTS)}
+    names = () if isinstance(attrs, CacheWrite) else ANGLE_PORTS[attrs.angles]
+    tables = tuple(port + suffix for port in names)
+    others = (*POSITION_PORTS, *CACHE_PORTS)
+    known = {read, written, *tables, *(port + suffix for port in others)}
     broken = [
         f"{port} is not read by the kernel"
         for port in step.node.inputs
@@ -95,11 +101,11 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     ]
     for port in tables:
         dtype = step.value(port).dtype
-        if attrs.angles in ("freqs", "inv_freq") and dtype is not DType.FLOAT:
+        if port.startswith(("freqs", "inv_freq")) and dtype is not DType.FLOAT:
             broken.append(f"{port} is {short(dtype)}, not fp32")
         elif dtype not in _SERVED:
             broken.append(f"{port} is {short(dtype)}, not fp16, bf16 or fp32")
-    for name in POSITION_PORTS:
+    for name in (*POSITION_PORTS, "cache_positions"):
         if step.has(port := name + suffix) and step.value(port).dtype not in INDEX:
             broken.append(f"{port} is {short(step.value(port).dtype)}, not int32 or int64")
     return broken + _ragged(step, values[read], values[written], "cu_seqlens" + suffix)
@@ -139,14 +145,27 @@ _ONE_OF = {
 
 
 def _pair(step: Step) -> list[str]:
-    kinds = [kind_of(step, attrs, suffix) for attrs, suffix in parts_of(step)]
-    if len(kinds) < 2:
-        return []
+    parts = parts_of(step)
+    if len(parts) > MOST_JOBS:
+        return [f"{len(parts)} parts; one launch takes {MOST_JOBS}"]
+    rows = {
+        step.value("cache_positions" + suffix).dtype
+        for _, suffix in parts
+        if step.has("cache_positions" + suffix)
+    }
+    if len(parts) == MOST_JOBS and not rows:
+        return [f"{MOST_JOBS} parts of which none writes into a cache"]
+    # Parts that turn nothing share but their data types with the others.
+    turned = [kind_of(step, *part) for part in parts if not isinstance(part[0], CacheWrite)]
+    types = [kind_of(step, *part) for part in parts]
     broken: list[str] = []
     for names, text in _ONE_OF.items():
-        one, two = ([getattr(kind, name) for name in names] for kind in kinds)
-        if one != two:
-            broken.append(f"{text}: {_words(one)}; {_words(two)}")
+        kinds = types if "read" in names else turned
+        found = [[getattr(kind, name) for name in names] for kind in kinds]
+        if any(one != found[0] for one in found):
+            broken.append(f"{text}: {'; '.join(map(_words, found))}")
+    if len(rows) > 1:
+        broken.append("the pair takes cache_positions of two types")
     return broken
 
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.cache import RunCacheWrite, cache_starts
 from ropegraph.engines.reference.mla import RunMla, RunMlaBackward
 from ropegraph.engines.reference.packed import RunPacked
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     MlaKvRope,
     MlaKvRopeBackward,
@@ -52,6 +54,7 @@ class Reference:
         Sum,
         SplitQkv,
         JoinQkv,
+        CacheWrite,
         MlaKvRope,
         MlaKvRopeBackward,
     )
@@ -59,7 +62,8 @@ class Reference:
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         match step.node.attrs:
             case RopePair(parts):
-                return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
+                turned = [part for part in parts if not isinstance(part, CacheWrite)]
+                return tuple(dict.fromkeys(r for part in turned for r in why_not_rope(part)))
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return why_not_rope(attrs)
             case _:
@@ -70,8 +74,10 @@ class Reference:
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return RunRope(step, attrs)
             case RopePair():
-                parts = (replace(step, node=single) for single in singles(step.node))
-                return RunBoth(tuple(self.compile(part, device) for part in parts))
+                parts = tuple(replace(step, node=single) for single in singles(step.node))
+                return RunAll(parts, tuple(self.compile(part, device) for part in parts))
+            case CacheWrite():
+                return RunCacheWrite(step)
             case Sdpa() as attrs:
                 return RunSdpa(step, attrs)
             case SdpaBackward() as attrs:
@@ -89,12 +95,16 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class RunBoth:
-    """The parts of a pair, one after the other."""
+class RunAll:
+    """The parts of one launch, one after the other, once all know where they write."""
 
+    steps: tuple[Step, ...]
     parts: tuple[Executable, ...]
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for step in self.steps:
+            if step.has("cache"):
+                cache_starts(step, env)
         for part in self.parts:
             part(env, stream)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     MlaKvRope,
     MlaKvRopeBackward,
@@ -34,7 +35,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        SplitQkv, JoinQkv,
+        SplitQkv, JoinQkv, CacheWrite,
         MlaKvRope, MlaKvRopeBackward,
     )  # fmt: skip
 
