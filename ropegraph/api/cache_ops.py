@@ -9,7 +9,7 @@ from ropegraph.api.recording import RecordedNode, Recorder
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.cache import writes_cache
-from ropegraph.ir.ops import CacheWrite
+from ropegraph.ir.ops import CACHE_PORTS, CacheWrite
 
 
 class CacheOps:
@@ -40,7 +40,7 @@ class CacheOps:
         refuse_unknown(where, fe_arguments, {}, known=("cache", "cache_positions"))
         ports = {"input": self.recorder.adopt(input, f"{where}: input")}
         ports |= cache_ports(self.recorder, where, cache, cache_positions)
-        if not ports.keys() >= {"cache"}:
+        if "cache" not in ports:
             raise GraphError(f"{where}: give cache= and cache_positions=")
         made = self.recorder.record(CacheWrite(), name, ports, ("output",))
         return written(made["output"], ports["cache"])
@@ -51,9 +51,7 @@ def cache_ports(recorder: Recorder, where: str, cache: Any, positions: Any) -> d
     if cache is None and positions is None:
         return {}
     if cache is None or positions is None:
-        given, other = (
-            ("cache_positions", "cache") if cache is None else ("cache", "cache_positions")
-        )
+        given, other = CACHE_PORTS if positions is None else CACHE_PORTS[::-1]
         raise GraphError(f"{where}: {given}= is given without {other}=; a cache needs both")
     tensor = recorder.adopt(cache, f"{where}: cache")
     if tensor.get_ragged_offset() is not None or tensor.get_is_pass_by_value():

@@ -77,8 +77,8 @@ class RopeOps:
 
         cache: [b, h, s_max, D], any strides, an input of the graph, and cache_positions [b]: row i
         of batch entry n is written over row cache_positions[n] + i of the cache, in place, and all
-        other rows keep their bits; the cache is returned. No fold changes what is written there, and
-        it has no gradient.
+        other rows keep their bits. Returns the cache then. No fold changes what is written there,
+        and it has no gradient.
 
         numerics: "fp32"; "nemo" (one fma in fp32 a channel) or "hf" (every product rounded to the
         type of input) with cosines and sines, bit for bit as those libraries.

@@ -8,7 +8,7 @@ from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope import shape
 from ropegraph.engines.cuda_rope.job import Four, Job, Side, Table
 from ropegraph.engines.cuda_rope.kind import Kind
-from ropegraph.engines.cuda_rope.params import JobParams, job_word
+from ropegraph.engines.cuda_rope.params import JobParams, Params, job_word
 from ropegraph.engines.cuda_rope.shape import Split, grid_of, shape_of, widest_vector
 
 BF16, F32 = DType.BFLOAT16, DType.FLOAT

@@ -20,7 +20,7 @@ from ropegraph.lowering.engine import Step
 class CacheRows(NamedTuple):
     """Which rows of a cache are written, [b, s].  bad: [b, 1], elsewhere than on a CPU."""
 
-    index: Tensor
+    nth: Tensor
     bad: Tensor | None = None
 
 
@@ -57,8 +57,8 @@ class CachePlace:
         entry = torch.arange(x.shape[0], device=x.device)[:, None]
         x = x.transpose(1, 2).to(cache.dtype)
         if rows.bad is not None:
-            x = torch.where(rows.bad[:, :, None, None], cache[entry, :, rows.index], x)
-        cache[entry, :, rows.index] = x
+            x = torch.where(rows.bad[:, :, None, None], cache[entry, :, rows.nth], x)
+        cache[entry, :, rows.nth] = x
 
     def faults(self) -> tuple[str, ...]:
         """What the last write noticed; waits for the device."""
