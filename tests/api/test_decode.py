@@ -54,6 +54,7 @@ class Decode:
         positions: Any = POSITIONS,
         index: torch.dtype = torch.int32,
         rope: dict[str, Any] | None = None,
+        device: str = "cpu",
         **settings: Any,
     ) -> None:
         starts = torch.tensor(positions, dtype=index)
@@ -69,6 +70,7 @@ class Decode:
             "len_q": torch.full((B, 1, 1, 1), s, dtype=torch.int32),
             "len_kv": (starts + s).int().view(B, 1, 1, 1),
         }
+        self.pack = {n: x.to(device) for n, x in self.pack.items()}
         self.pack["o"] = torch.full_like(self.pack["q"], torch.nan)
         g = self.g = rg.pygraph(io_data_type=dtype, **settings)
         t = self.t = {n: g.tensor_like(x, name=n) for n, x in self.pack.items() if n != "o"}
@@ -108,9 +110,9 @@ class Decode:
             want[b, :, starts[b] + i] = rows[b, :, i]
         return want
 
-    def rotated(self, name: str, **rope: Any) -> Tensor:
+    def rotated(self, name: str, engine: str = "torch", **rope: Any) -> Tensor:
         """The rotation of a buffer by a graph without a cache."""
-        g = rg.pygraph(io_data_type=self.pack["q"].dtype, engines="torch")
+        g = rg.pygraph(io_data_type=self.pack["q"].dtype, engines=engine)
         t = {n: g.tensor_like(self.pack[n], name=n) for n in (name, "freqs", "positions")}
         y = g.rope(t[name], t["freqs"], start_positions=t["positions"], **rope)
         y.set_output(True).set_name("y")
