@@ -37,8 +37,9 @@ class Variant:
         kind = self.kind
         is_wide = self.vec * kind.read.itemsize > 16
         is_placed, is_apart = kind.position != "rows", kind.sequences != "dense"
-        is_cached = self.cache is not None
-        demands = sum((self.passes, is_placed, is_apart, is_wide, is_cached, kind.is_full))
+        demands = sum((self.passes, is_placed, is_apart, is_wide, kind.is_full))
+        if self.cache is not None:
+            return 16 if is_wide or kind.is_full else 20
         if kind.source == "freqs" and not is_placed and kind.sequences != "packed":
             return 20 if kind.is_full else 24 if demands else 32
         if demands > 2 and (is_wide or kind.is_full):
