@@ -16,6 +16,7 @@ from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.ops import (
     CacheWrite,
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     Rope,
@@ -167,6 +168,8 @@ class _Derivation:
                 self._sdpa(node, attrs)
             case SplitQkv() as attrs:
                 self._split(node, attrs)
+            case Matmul():
+                self._matmul(node)
             case MlaKvRope() as attrs:
                 self._mla(node, attrs)
             case other:
@@ -188,6 +191,23 @@ class _Derivation:
             ports = {"input": x, "dY": grad} | ports
             made = self._record(RopeFreqsGrad(**shared(attrs)), f"{name}_freqs", ports, "dfreqs")
             self._add(node.inputs["freqs"], made["dfreqs"])
+
+    def _matmul(self, node: RecordedNode) -> None:
+        """dA = dC B^T and dB = A^T dC, summed over the batch for a matrix that all entries use."""
+        grad, wide = self._gradient(node.outputs["C"]), node.outputs["C"].get_dim()[0]
+        for port in ("A", "B"):
+            tensor = node.inputs[port]
+            if tensor not in self.wanted:
+                continue
+            is_shared = tensor.get_dim()[0] == 1 and wide > 1
+            if port == "A":
+                attrs = Matmul(transpose_B=True, sum_batch=is_shared)
+                ports = {"A": grad, "B": self._copy(node.inputs["B"])}
+            else:
+                attrs = Matmul(transpose_A=True, sum_batch=is_shared)
+                ports = {"A": self._copy(node.inputs["A"]), "B": grad}
+            made = self._record(attrs, f"{node.name}_backward_{port}", ports, "C")
+            self._add(tensor, made["C"])
 
     def _split(self, node: RecordedNode, attrs: SplitQkv) -> None:
         grads = {
@@ -394,6 +414,9 @@ def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:
     if isinstance(node.attrs, Rope):
         tables = [t for port, t in node.inputs.items() if port != "input"]
         return [*tables, node.inputs["input"]] if node.inputs.get("freqs") in wanted else tables
+    if isinstance(node.attrs, Matmul):
+        other = {"A": "B", "B": "A"}
+        return [node.inputs[other[p]] for p in other if node.inputs[p] in wanted]
     if isinstance(node.attrs, MlaKvRope):
         return [node.inputs["cos"], node.inputs["sin"]]
     return []

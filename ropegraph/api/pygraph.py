@@ -12,6 +12,7 @@ from ropegraph.api.cache_ops import CacheOps
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
+from ropegraph.api.matmul_ops import MatmulOps
 from ropegraph.api.mla_ops import MlaOps
 from ropegraph.api.qkv_ops import QkvOps
 from ropegraph.api.recording import Recorder
@@ -38,7 +39,7 @@ _UNSERVED: dict[str, Any] = {
 FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
-class pygraph(QkvOps, CacheOps, SdpaOps, MlaOps, LifeCycle):  # noqa: N801 - FE's name
+class pygraph(QkvOps, CacheOps, SdpaOps, MlaOps, MatmulOps, LifeCycle):  # noqa: N801 - FE's name
     """A graph of rope and sdpa operations.
 
     io_data_type: the type of tensors that declare none.  intermediate_data_type: types values
@@ -80,7 +81,9 @@ class pygraph(QkvOps, CacheOps, SdpaOps, MlaOps, LifeCycle):  # noqa: N801 - FE'
             is_override_shape_enabled=is_override_shape_enabled,
             cuda_graph_retention=cuda_graph_retention,
         )
-        refuse_unknown(where, given, _UNSERVED, known=signature(pygraph).parameters)
+        # The signature is for a hint alone, and takes as long to read as a graph to record.
+        known = signature(pygraph).parameters if fe_arguments else ()
+        refuse_unknown(where, given, _UNSERVED, known=known)
         as_compute(intermediate_data_type, f"{where}: intermediate_data_type")
         self.name = name
         self.recorder = Recorder(

@@ -40,6 +40,7 @@ class QkvOps(RopeOps):
         qkv: [b, s, h_q + h_k + h_v, d] with split=[h_q, h_k, h_v], or by groups (TransformerEngine)
         [b, s, groups, (n + 2) d] with split=[n d, d, d]: each group has n heads of Q, one of K and
         one of V; head i of group g is head g n + i of Q. Strides say whether s or b comes first.
+        [b, s, (h_q + h_k + h_v) d], as a projection gives it, is heads side by side.
         by_groups: which of the two; found from ``split`` if left out, where only one fits.
         freqs and rope: as for rope(); k_freqs, k_cos, k_sin, k_cos_sin, k_inv_freq: the table of K,
         where it differs from that of Q.  k_cache, k_cache_positions: K is written into a cache; V
@@ -50,14 +51,9 @@ class QkvOps(RopeOps):
         """
         name = self._qkv_name(SplitQkv, name, "qkv_rope")
         where = f"qkv_rope {name!r}"
-        packed = self.recorder.adopt(qkv, f"{where}: qkv")
-        attrs = _attrs(where, split, by_groups, packed.get_dim())
         wanted = as_flag(in_place, f"{where}: in_place")
-        made = self.recorder.record(attrs, f"{name}_split", {"qkv": packed}, PARTS)
+        made = self._split(qkv, where, f"{name}_split", split, by_groups)
         made["v"].set_name(f"{name}::V")
-        dim, stride = tuple(packed.get_dim()), tuple(packed.get_stride())
-        for part, tensor in made.items():
-            tensor.set_stride(view_of(attrs, part, dim, stride).stride)
         turned: list[Tensor] = []
         for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
             x = made[part]
@@ -72,6 +68,25 @@ class QkvOps(RopeOps):
                 out.spec.in_place_of = x
             turned.append(out.set_name(f"{name}::{part.upper()}"))
         return [*turned, made["v"]]
+
+    def split_qkv(
+        self, qkv: Any, *, split: Iterable[int], by_groups: bool | None = None, name: str = ""
+    ) -> list[Tensor]:
+        """Q, K and V of a packed tensor as qkv_rope takes it, unrotated: views, never copied."""
+        name = self._qkv_name(SplitQkv, name, "split_qkv")
+        where = f"split_qkv {name!r}"
+        return list(self._split(qkv, where, name, split, by_groups).values())
+
+    def _split(
+        self, qkv: Any, where: str, name: str, split: Iterable[int], by_groups: bool | None
+    ) -> dict[str, Tensor]:
+        packed = self.recorder.adopt(qkv, f"{where}: qkv")
+        dim, stride = tuple(packed.get_dim()), tuple(packed.get_stride())
+        attrs = _attrs(where, split, by_groups, list(dim))
+        made = self.recorder.record(attrs, name, {"qkv": packed}, PARTS)
+        for part, tensor in made.items():
+            tensor.set_stride(view_of(attrs, part, dim, stride).stride)
+        return made
 
     def qkv_rope_backward(
         self,

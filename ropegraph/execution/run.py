@@ -122,6 +122,14 @@ class Runnable:
         if not self._calls_torch:
             self._launch(env, stream)
             return
+        if self._on_cuda and stream != self.current_stream:
+            # torch launches on its current stream, whatever the handle of the graph says.
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.device)):
+                self._run_modes_off(env, stream)
+            return
+        self._run_modes_off(env, stream)
+
+    def _run_modes_off(self, env: list[Any], stream: int) -> None:
         # Inference mode: an arena may have been made within the caller's, and serves outside too.
         with torch.inference_mode():
             if torch.is_autocast_enabled(self.plan.device.type):

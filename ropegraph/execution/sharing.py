@@ -34,9 +34,9 @@ def pairs_of(graph: Graph, names: Sequence[str]) -> list[Pair]:
     reads = [graph.place(value) for node in graph.nodes for value in node.inputs.values()]
     found: dict[tuple[int, int], Pair] = {}
     for step, node in enumerate(graph.nodes):
-        for part in node.outputs.values():
+        for part in graph.written_by(node):
             output = graph.place(part)
-            if output not in place or not graph.launches(node):
+            if output not in place:
                 continue
             rotated = rotated_by(node, output)
             for name, other in place.items():

@@ -189,13 +189,17 @@ class Graph:
     @cached_property
     def rewritten(self) -> frozenset[str]:
         """Inputs of the graph that a node writes into: their buffers change."""
-        written = (
-            self.place(v)
-            for node in self.nodes
-            for v in node.outputs.values()
-            if self.launches(node)
-        )
+        written = (self.place(v) for node in self.nodes for v in self.written_by(node))
         return frozenset(v for v in written if self.producer(v) is None)
+
+    def written_by(self, node: Node[Op]) -> tuple[str, ...]:
+        """The outputs that a node writes: none that only say where memory lies."""
+        if not self.launches(node):
+            return ()
+        is_split = isinstance(node.attrs, SplitQkv)
+        return tuple(
+            v for v in node.outputs.values() if not is_split or self.values[v].within is None
+        )
 
     def is_seen(self, value: str) -> bool:
         """True if the caller sees what is written there: in a buffer of its own or in another."""

@@ -189,6 +189,19 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """The products of matrices, [b, m, k] by [b, k, n].  Ports: A, B -> C, which is [b, m, n].
+
+    One of A and B may have a batch of 1: it is used for all.
+    transpose_A, transpose_B: A is [b, k, m], B is [b, n, k].  sum_batch: C is [1, m, n], summed.
+    """
+
+    transpose_A: bool = False  # noqa: N815 - after the port
+    transpose_B: bool = False  # noqa: N815
+    sum_batch: bool = False
+
+
+@dataclass(frozen=True)
 class SplitQkv:
     """Q, K and V of one packed tensor: views of it, or copies where the caller binds them.
 
@@ -256,7 +269,7 @@ class MlaKvRopeBackward:
 
 Op = (
     Rope | RopeBackward | RopeFreqsGrad | CacheWrite | RopePair | Sdpa | SdpaBackward | Scale | Sum
-    | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
+    | Matmul | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
 )  # fmt: skip
 
 NAMES: dict[type[Op], str] = {
@@ -269,6 +282,7 @@ NAMES: dict[type[Op], str] = {
     SdpaBackward: "sdpa_backward",
     Scale: "scale",
     Sum: "sum",
+    Matmul: "matmul",
     SplitQkv: "split_qkv",
     JoinQkv: "join_qkv",
     MlaKvRope: "mla_kv_rope",

@@ -24,16 +24,12 @@ class View(NamedTuple):
 def parts_of(where: str, attrs: Packed, packed: Sequence[int]) -> dict[str, Dim]:
     """The dims of q, k and v, each [b, h, s, d].  packed: the dims of qkv.
 
-    q by groups is [b, groups, h_q / groups, s, d] where no strides could merge its heads.
+    q by groups is [b, groups, h_q / groups, s, d] where no strides could merge its heads. A packed
+    tensor [b, s, channels] has its heads side by side.
     Raises GraphError naming ``where``, what was given and what would fit.
     """
-    if len(packed) != 4:
-        raise GraphError(
-            f"{where}: qkv {list(packed)} has {len(packed)} dims; use [b, s, h_q + h_k + h_v, d] "
-            "or, by groups, [b, s, groups, widths of q, k and v together]"
-        )
-    b, s, heads, width = packed
     split = attrs.split
+    b, s, heads, width = _four(where, split, packed)
     if not attrs.by_groups:
         if sum(split) != heads or min(split) < 0:
             raise GraphError(
@@ -53,6 +49,19 @@ def parts_of(where: str, attrs: Packed, packed: Sequence[int]) -> dict[str, Dim]
     return {"q": of_q, "k": (b, heads, s, k), "v": (b, heads, s, k)}
 
 
+def _four(where: str, split: Sequence[int], packed: Sequence[int]) -> Dim:
+    """The dims of qkv with its heads as an axis."""
+    if len(packed) == 3 and sum(split) and packed[2] % sum(split) == 0:
+        return (*packed[:2], sum(split), packed[2] // sum(split))
+    if len(packed) != 4:
+        raise GraphError(
+            f"{where}: qkv {list(packed)} has {len(packed)} dims; use [b, s, h_q + h_k + h_v, d], "
+            "[b, s, (h_q + h_k + h_v) d] or, by groups, [b, s, groups, widths of q, k and v "
+            f"together]; split={list(split)}"
+        )
+    return tuple(packed)
+
+
 def packed_dim(where: str, attrs: JoinQkv, dims: Mapping[str, Dim]) -> Dim:
     """The dims of the joined tensor.  Raises GraphError if a part does not fit into it."""
     for part, wanted in parts_of(where, attrs, attrs.dim).items():
@@ -63,8 +72,9 @@ def packed_dim(where: str, attrs: JoinQkv, dims: Mapping[str, Dim]) -> Dim:
 
 def view_of(attrs: Packed, part: str, dim: Dim, stride: Dim) -> View:
     """Where a part lies in a packed tensor of these dims and strides."""
-    s_b, s_s, s_h, s_d = stride
     found = parts_of("", attrs, dim)[part]
+    s_b, s_s, s_d = stride[0], stride[1], stride[-1]
+    s_h = stride[2] if len(dim) == 4 else found[-1] * s_d
     before = sum(attrs.split[: PARTS.index(part)])
     if not attrs.by_groups:
         return View(before * s_h, found, (s_b, s_h, s_s, s_d))

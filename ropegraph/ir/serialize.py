@@ -21,8 +21,8 @@ _CLASSES: dict[str, type[Any]] = {
     for cls in (
         graph.Graph, graph.Node, graph.Value,
         ops.Rope, ops.RopeBackward, ops.RopeFreqsGrad, ops.RopePair, ops.Sdpa, ops.SdpaBackward,
-        ops.CacheWrite, ops.Scale, ops.Sum, ops.SplitQkv, ops.JoinQkv, ops.MlaKvRope,
-        ops.MlaKvRopeBackward,
+        ops.CacheWrite, ops.Scale, ops.Sum, ops.Matmul, ops.SplitQkv, ops.JoinQkv,
+        ops.MlaKvRope, ops.MlaKvRopeBackward,
         score_mod.ScoreProgram, score_mod.Instruction, score_mod.Ref, score_mod.Port,
         contract.FoldContract, contract.FoldEntry, contract.Turn,
     )

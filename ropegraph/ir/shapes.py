@@ -15,6 +15,7 @@ from ropegraph.ir.ops import (
     Attention,
     CacheWrite,
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     Op,
@@ -84,6 +85,8 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             for port, dim in dims.items():
                 _same(where, port, dim, "0", first)
             return {"output": first}
+        case Matmul():
+            return {"C": _matmul(where, attrs, dims["A"], dims["B"])}
         case SplitQkv():
             return parts_of(where, attrs, dims["qkv"])
         case JoinQkv():
@@ -92,6 +95,28 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return infer_mla(where, attrs, dims)
         case MlaKvRopeBackward():
             return infer_mla_backward(where, attrs, dims)
+
+
+def _matmul(where: str, attrs: Matmul, a: Dim, b: Dim) -> Dim:
+    for port, dim in (("A", a), ("B", b)):
+        if len(dim) != 3:
+            raise GraphError(
+                f"{where}: {port} {list(dim)} has {len(dim)} dims; use [b, rows, columns]"
+            )
+    m, k = a[:0:-1] if attrs.transpose_A else a[1:]
+    rows, n = b[:0:-1] if attrs.transpose_B else b[1:]
+    if k != rows:
+        raise GraphError(
+            f"{where}: A {list(a)} has {k} columns, but B {list(b)} has {rows} rows; "
+            "they are multiplied, so both need one number"
+        )
+    if a[0] != b[0] and 1 not in (a[0], b[0]):
+        raise GraphError(
+            f"{where}: A {list(a)} and B {list(b)} have batches of {a[0]} and {b[0]}; use one for "
+            "both, or 1 for one of them"
+        )
+    batch = b[0] if a[0] == 1 else a[0]
+    return (1 if attrs.sum_batch else batch, m, n)
 
 
 def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:

@@ -26,7 +26,7 @@ _INTEGER = (
 )  # fmt: skip
 _SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
 _TABLES = ("cos", "sin", "cos_sin")
-_SAME_AS_FIRST = ("q", "k", "v", "o", "dO", "dY", "k_rope", "dValue")
+_SAME_AS_FIRST = ("q", "k", "v", "o", "dO", "dY", "k_rope", "dValue", "B")
 
 
 def default_dtype(port: str, io: DType, first: DType) -> DType:

@@ -236,3 +236,19 @@ def test_cpu_buffers_on_the_same_graph_object():
         assert bool((y == 1).all())
     with pytest.raises(rg.GraphError, match="is bound to a buffer on cpu"):
         g.execute({"x": torch.ones(1, 2, 3, 8), "y": y, "f": torch.zeros(3, 1, 1, 8)})
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_position_0_keeps_every_bit_of_subnormal_numbers(dtype):
+    smallest = torch.finfo(dtype).smallest_normal
+    x = torch.tensor([3.0, -0.0, smallest / 8, -smallest / 2, smallest / 4, 1.0] * 4, device="cuda")
+    x = x.to(dtype).view(1, 1, 1, 24).expand(1, 2, 1, 24).contiguous()
+    g = rg.pygraph(io_data_type=dtype)
+    freqs = torch.zeros(1, 1, 1, 16, device="cuda")
+    y = g.rope(g.tensor_like(x, name="x"), g.tensor_like(freqs, name="f"), rope_dim=16)
+    y.set_output(True).set_name("y")
+    pack = {"x": x, "f": freqs, "y": torch.full_like(x, torch.nan)}
+    g.execute(pack)
+    assert [s.engine for s in g.plan.steps] == ["cuda.rope"]
+    assert torch.equal(pack["y"], x)
+    assert int((x[..., 2::6] != 0).sum()) == 8

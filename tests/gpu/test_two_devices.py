@@ -47,11 +47,14 @@ def test_the_buffers_say_where_it_runs(device, current):
             pair.step()
             assert torch.cuda.current_device() == current
             torch.cuda.synchronize(device)
-            check([t.to("cuda:0") for t in outputs(pair)], inputs())
+            right(pair)
 
 
-def outputs(pair: Pair) -> list[torch.Tensor]:
-    return [pair.pack["o"], *(pair.back[f"d{n}"] for n in "qkv")]
+def right(pair: Pair, seed: int = 0) -> None:
+    """Check what was written, on the first device whichever is current."""
+    got = [pair.pack["o"], *(pair.back[f"d{n}"] for n in "qkv")]
+    with torch.cuda.device(0):
+        check([t.to("cuda:0") for t in got], inputs(seed))
 
 
 def test_devices_take_turns():
@@ -64,7 +67,7 @@ def test_devices_take_turns():
         pair.pack, pair.back = packs[device]
         pair.step()
         torch.cuda.synchronize(device)
-        check([t.to("cuda:0") for t in outputs(pair)], inputs(device))
+        right(pair, device)
 
 
 def test_a_first_call_from_a_new_thread():
@@ -75,7 +78,7 @@ def test_a_first_call_from_a_new_thread():
     thread.start()
     thread.join()
     torch.cuda.synchronize(1)
-    check([t.to("cuda:0") for t in outputs(pair)], inputs())
+    right(pair)
 
 
 def test_inputs_on_two_devices_are_refused():
@@ -100,4 +103,4 @@ def test_a_side_stream_of_the_other_device():
                     x[name].copy_(fresh[name])
                 pair.step()
             side.synchronize()
-            check([t.to("cuda:0") for t in outputs(pair)], inputs(seed))
+            right(pair, seed)

@@ -8,6 +8,7 @@ from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import (
     CacheWrite,
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     Rope,
@@ -99,6 +100,8 @@ def zoo() -> Graph:
         {"input": "k", "dY": "dk_rot", "freqs": "freqs"},
         {"dfreqs": "dfreqs"},
     )
+    b.tensor("left", 2, 5, 3), b.tensor("right", 1, 4, 3)
+    b.node("product", Matmul(transpose_B=True), {"A": "left", "B": "right"}, {"C": "product"})
     b.tensor("qkv", 2, 5, 10, 4)
     b.node("split", SplitQkv((6, 2, 2)), {"qkv": "qkv"}, {"v": "v_part"})
     b.scale("use", "v_part", "v_twice", 2.0)
@@ -113,7 +116,7 @@ def zoo() -> Graph:
     b.tensor("cache", 2, 3, 9, 4), b.tensor("rows", 2, dtype=DType.INT32)
     ports = {"input": "v", "cache": "cache", "cache_positions": "rows"}
     b.node("write", CacheWrite(), ports, {"output": "cached"})
-    outputs = ("o", "dqkv", "dq", "dv", "dfreqs", "mla_row", "mla_value", "dkv")
+    outputs = ("o", "product", "dqkv", "dq", "dv", "dfreqs", "mla_row", "mla_value", "dkv")
     g = b.graph(*outputs, saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
     part = replace(values["v_part"], stride=(200, 4, 40, 1), within="qkv", start=32)

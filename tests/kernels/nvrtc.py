@@ -46,8 +46,29 @@ def compile_variant(
 
     Raises AssertionError with the compiler's text if it does not compile.
     """
+    program, log = _compiled(variant, path, f"-arch={arch}", "--ptxas-options=-v")
+    nvrtc, size = load(), ctypes.c_size_t()
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    assert size.value > 0
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return {name: _resources(part) for name, part in _KERNEL.findall(log)}
+
+
+def ptx_as_cupy_makes_it(variant: Variant | MlaVariant, path: Path = SOURCE) -> str:
+    """PTX with the option that CuPy adds to those of its callers."""
+    program, _ = _compiled(variant, path, "-arch=compute_90", "-ftz=true")
+    nvrtc, size = load(), ctypes.c_size_t()
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return text.value.decode()
+
+
+def _compiled(variant: Variant | MlaVariant, path: Path, *more: str) -> tuple[ctypes.c_void_p, str]:
+    """The program, and what the compiler said."""
     nvrtc = load()
-    options = (*variant.options, f"-arch={arch}", f"-I{cuda_headers()}", "--ptxas-options=-v")
+    options = (*variant.options, f"-I{cuda_headers()}", *more)
     program = ctypes.c_void_p()
     source, name = path.read_bytes(), path.name.encode()
     made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
@@ -59,11 +80,8 @@ def compile_variant(
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     text = log.value.decode()
-    assert failed == 0, f"{variant} on {arch}: {text[:3000]}"
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    assert size.value > 0
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return {name: _resources(part) for name, part in _KERNEL.findall(text)}
+    assert failed == 0, f"{variant} {more}: {text[:3000]}"
+    return program, text
 
 
 def _resources(text: str) -> Resources:

@@ -61,6 +61,33 @@ __device__ inline T* at(const Place& place, long long b, long long h, long long 
   return reinterpret_cast<T*>(place.base + element * static_cast<long long>(sizeof(T)));
 }
 
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+// fp32, rounded to nearest even. CuPy compiles with -ftz=true whatever its callers ask for; what is
+// written in PTX keeps subnormal numbers all the same.
+#ifdef __CUDA_ARCH__
+#define MLA_PTX(op, ...) \
+  float z; \
+  asm(op : "=f"(z) : __VA_ARGS__); \
+  return z;
+__device__ inline float times(float x, float y) {
+  MLA_PTX("mul.rn.f32 %0, %1, %2;", "f"(x), "f"(y))
+}
+__device__ inline float plus(float x, float y) {
+  MLA_PTX("add.rn.f32 %0, %1, %2;", "f"(x), "f"(y))
+}
+__device__ inline float fused(float x, float y, float more) {
+  MLA_PTX("fma.rn.f32 %0, %1, %2, %3;", "f"(x), "f"(y), "f"(more))
+}
+#else
+inline float times(float x, float y) { return __fmul_rn(x, y); }
+inline float plus(float x, float y) { return __fadd_rn(x, y); }
+inline float fused(float x, float y, float more) { return __fmaf_rn(x, y, more); }
+#endif
+__device__ inline float minus(float x) {
+  return __uint_as_float(__float_as_uint(x) ^ 0x80000000u);
+}
+
 // ---- elements -----------------------------------------------------------------------------------
 
 template <typename A, typename B>
@@ -158,11 +185,11 @@ template <typename D, typename T>
 __device__ inline D turned(bool first, D a, D x, T c, T s) {
   if constexpr (kIsSame<D, __nv_bfloat16> && kIsSame<T, __nv_bfloat16>) {
     // In fp32 the product of two bf16 numbers is exact.
-    const float product = as_float(rounded<__nv_bfloat16>(__fmul_rn(as_float(x), as_float(s))));
-    return MLA_FMA_BF16(a, c, rounded<__nv_bfloat16>(first ? -product : product));
+    const float product = as_float(rounded<__nv_bfloat16>(times(as_float(x), as_float(s))));
+    return MLA_FMA_BF16(a, c, rounded<__nv_bfloat16>(first ? minus(product) : product));
   } else {
-    const float product = __fmul_rn(as_float(x), as_float(s));
-    return rounded<D>(__fmaf_rn(as_float(a), as_float(c), first ? -product : product));
+    const float product = times(as_float(x), as_float(s));
+    return rounded<D>(fused(as_float(a), as_float(c), first ? minus(product) : product));
   }
 }
 
@@ -291,8 +318,8 @@ __device__ inline void turn_back(const Params& p, int b, int token, int i, const
   Vec<MLA_DATA, V> low, high;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    const MLA_DATA x1 = rounded<MLA_DATA>(g1[k] * cos1.get(k) + g2[k] * sin2.get(k));
-    const MLA_DATA x2 = rounded<MLA_DATA>(g2[k] * cos2.get(k) - g1[k] * sin1.get(k));
+    const MLA_DATA x1 = rounded<MLA_DATA>(fused(g1[k], cos1.get(k), times(g2[k], sin2.get(k))));
+    const MLA_DATA x2 = rounded<MLA_DATA>(fused(g2[k], cos2.get(k), minus(times(g1[k], sin1.get(k)))));
     if (2 * k < V) low.set(2 * k, x1);
     else high.set(2 * k - V, x1);
     if (2 * k + 1 < V) low.set(2 * k + 1, x2);
@@ -318,7 +345,7 @@ __device__ inline void add_heads(const Params& p, int b, int token, int channel,
 #pragma unroll
     for (int f = 0; f < MLA_FLIGHT; ++f) {
 #pragma unroll
-      for (int k = 0; k < V; ++k) sum[k] += data[f].get(k);
+      for (int k = 0; k < V; ++k) sum[k] = plus(sum[k], data[f].get(k));
     }
     x += MLA_FLIGHT * step;
   }
@@ -352,7 +379,7 @@ __device__ inline void sum_heads(const Params& p, int b, int token, int lane) {
     for (int k = 0; k < V; ++k) {
       float total = own[k];
       for (int row = 1; row < seat.rows; ++row) {
-        total += __shfl_sync(kAll, own[k], (lane + row * seat.lanes) % kLanes);
+        total = plus(total, __shfl_sync(kAll, own[k], (lane + row * seat.lanes) % kLanes));
       }
       g1[k] = total;
       g2[k] = __shfl_sync(kAll, total, (lane + vectors / 2) % kLanes);
@@ -382,7 +409,7 @@ __device__ inline void backward(const Params& p) {
 
 // The E8M0 byte of amax / 448, rounded up; amax are bits of bf16, not negative, no NaN.
 __device__ inline unsigned scale_of(unsigned amax) {
-  const float limit = __fmul_rn(__uint_as_float(amax << 16), 1.0f / 448.0f);
+  const float limit = times(__uint_as_float(amax << 16), 1.0f / 448.0f);
   const unsigned bits = __float_as_uint(limit), exponent = bits >> 23, rest = bits & 0x7fffffu;
   // Below 2^-126 the mantissa starts at 2^-127, which is byte 0.
   const bool is_more = rest != 0 && (exponent != 0 || rest > 0x400000u);
@@ -495,9 +522,9 @@ struct Tile {
       for (int k = 0; k < kPairs; ++k) {
         const float x = low_half(pair(i, k)), y = high_half(pair(i, k));
         reinterpret_cast<unsigned short*>(row[i].word)[k] =
-            e4m3(__fmul_rn(x, by_row), __fmul_rn(y, by_row));
+            e4m3(times(x, by_row), times(y, by_row));
         reinterpret_cast<unsigned short*>(column[i].word)[k] =
-            e4m3(__fmul_rn(x, by_column[2 * k]), __fmul_rn(y, by_column[2 * k + 1]));
+            e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
       }
     }
   }
@@ -600,7 +627,7 @@ __device__ inline void mxfp8_any(const Params& p) {
     for (int step = 1; step < kLanes; step *= 2) own = max(own, __shfl_xor_sync(kAll, own, step));
     const unsigned row_scale = scale_of(own);
     const float by_row = inverse(row_scale), by_column = inverse(column_scale);
-    const unsigned both = e4m3(__fmul_rn(x, by_row), __fmul_rn(x, by_column));
+    const unsigned both = e4m3(times(x, by_row), times(x, by_column));
     if (to.row->base) *at<unsigned char>(*to.row, b, head, token, channel) = both & 0xffu;
     if (to.column->base) *at<unsigned char>(*to.column, b, head, token, channel) = both >> 8;
     if (to.row_scale->base && lane == 0) {

@@ -143,6 +143,33 @@ struct Seat {
   }
 };
 
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+// fp32, rounded to nearest even. CuPy compiles with -ftz=true whatever its callers ask for; what is
+// written in PTX keeps subnormal numbers all the same.
+#ifdef __CUDA_ARCH__
+#define ROPE_PTX(op, ...) \
+  float z; \
+  asm(op : "=f"(z) : __VA_ARGS__); \
+  return z;
+__device__ inline float times(float x, float y) {
+  ROPE_PTX("mul.rn.f32 %0, %1, %2;", "f"(x), "f"(y))
+}
+__device__ inline float plus(float x, float y) {
+  ROPE_PTX("add.rn.f32 %0, %1, %2;", "f"(x), "f"(y))
+}
+__device__ inline float fused(float x, float y, float more) {
+  ROPE_PTX("fma.rn.f32 %0, %1, %2, %3;", "f"(x), "f"(y), "f"(more))
+}
+#else
+inline float times(float x, float y) { return __fmul_rn(x, y); }
+inline float plus(float x, float y) { return __fadd_rn(x, y); }
+inline float fused(float x, float y, float more) { return __fmaf_rn(x, y, more); }
+#endif
+__device__ inline float minus(float x) {
+  return __uint_as_float(__float_as_uint(x) ^ 0x80000000u);
+}
+
 // ---- elements -----------------------------------------------------------------------------------
 
 template <typename A, typename B>
@@ -546,7 +573,7 @@ struct Held {
               is_read ? widened(sines[pair * job.sines.pair + column * job.sines.second]) : none;
         }
         if constexpr (ROPE_SOURCE == 2) {
-          angle[a][column] = __fmul_rn(static_cast<float>(own), angle[a][column]);
+          angle[a][column] = times(static_cast<float>(own), angle[a][column]);
         }
       }
     }
@@ -560,8 +587,8 @@ struct Held {
       cos = angle;
       sin = sine;
       if constexpr (ROPE_NUMERICS == 2) {
-        cos = rounded<ROPE_IN>(__fmul_rn(cos, job.factor));
-        sin = rounded<ROPE_IN>(__fmul_rn(sin, job.factor));
+        cos = rounded<ROPE_IN>(times(cos, job.factor));
+        sin = rounded<ROPE_IN>(times(sin, job.factor));
       }
     } else {
       sincosf(angle, &sin, &cos);
@@ -579,7 +606,7 @@ struct Held {
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
         take(job, angle[a][column], sine[a][column], sin[column], cos[column]);
-        sin[column] *= job.sign;
+        sin[column] = times(sin[column], job.sign);
       }
       if constexpr (kColumns == 2) {
         const float sine = sin[0];
@@ -615,20 +642,20 @@ __device__ inline long long place_of(const Job& job, int head, long long step, l
 __device__ inline void rotate_pair(float factor, float x1, float x2, float cos1, float sin1,
                                    float cos2, float sin2, float& y1, float& y2) {
   if constexpr (ROPE_NUMERICS == 1) {
-    y1 = __fmaf_rn(x1, cos1, -__fmul_rn(x2, sin1));
-    y2 = __fmaf_rn(x1, sin2, __fmul_rn(x2, cos2));
+    y1 = fused(x1, cos1, minus(times(x2, sin1)));
+    y2 = fused(x1, sin2, times(x2, cos2));
   } else if constexpr (ROPE_NUMERICS == 2) {
-    const auto product = [](float a, float b) { return rounded<ROPE_IN>(__fmul_rn(a, b)); };
-    y1 = __fsub_rn(product(x1, cos1), product(x2, sin1));
-    y2 = __fadd_rn(product(x2, cos2), product(x1, sin2));
+    const auto product = [](float a, float b) { return rounded<ROPE_IN>(times(a, b)); };
+    y1 = plus(product(x1, cos1), minus(product(x2, sin1)));
+    y2 = plus(product(x2, cos2), product(x1, sin2));
     if constexpr (!kIsSame<ROPE_IN, ROPE_OUT>) {
       y1 = rounded<ROPE_IN>(y1);
       y2 = rounded<ROPE_IN>(y2);
     }
   } else {
     // Spelled out, so that every variant and every GPU rounds alike.
-    y1 = factor * __fmaf_rn(x1, cos1, -__fmul_rn(x2, sin1));
-    y2 = factor * __fmaf_rn(x2, cos2, __fmul_rn(x1, sin2));
+    y1 = times(factor, fused(x1, cos1, minus(times(x2, sin1))));
+    y2 = times(factor, fused(x2, cos2, times(x1, sin2)));
   }
 }
 
@@ -779,7 +806,7 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
           if (!is_same || !is_copy) {
 #pragma unroll
             for (int k = 0; k < V; k += 2) {
-              to_a.set(k, a[f].get(k) * scale, a[f].get((k + 1) % V) * scale);
+              to_a.set(k, times(a[f].get(k), scale), times(a[f].get((k + 1) % V), scale));
             }
           }
           to_a.store(ROPE_GROUPS ? y + place_of(job, nth, job.y_h, job.y_g) : y + f * y_step);

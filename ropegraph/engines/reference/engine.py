@@ -23,6 +23,7 @@ from ropegraph.ir.graph import singles
 from ropegraph.ir.ops import (
     CacheWrite,
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     Op,
@@ -52,6 +53,7 @@ class Reference:
         SdpaBackward,
         Scale,
         Sum,
+        Matmul,
         SplitQkv,
         JoinQkv,
         CacheWrite,
@@ -86,6 +88,8 @@ class Reference:
                 return RunScale(step, factor)
             case Sum():
                 return RunSum(step)
+            case Matmul() as attrs:
+                return RunMatmul(step, attrs)
             case SplitQkv() | JoinQkv() as attrs:
                 return RunPacked(step, attrs)
             case MlaKvRope() as attrs:
@@ -131,3 +135,19 @@ class RunSum:
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         terms = [gather(self.step, port, env).double() for port in self.step.node.inputs]
         scatter(self.step, "output", env, reduce(torch.add, terms))
+
+
+@dataclass(frozen=True)
+class RunMatmul:
+    """C = A B, each summed over the batch where asked for."""
+
+    step: Step
+    attrs: Matmul
+
+    @torch.no_grad()
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        a, b = (gather(self.step, port, env).double() for port in ("A", "B"))
+        a = a.transpose(1, 2) if self.attrs.transpose_A else a
+        b = b.transpose(1, 2) if self.attrs.transpose_B else b
+        c = a @ b
+        scatter(self.step, "C", env, c.sum(0, keepdim=True) if self.attrs.sum_batch else c)

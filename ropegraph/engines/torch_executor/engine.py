@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ropegraph.engines.torch_executor.matmul import MatmulStep
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
     CacheWrite,
     JoinQkv,
+    Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
     Op,
@@ -35,7 +37,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        SplitQkv, JoinQkv, CacheWrite,
+        Matmul, SplitQkv, JoinQkv, CacheWrite,
         MlaKvRope, MlaKvRopeBackward,
     )  # fmt: skip
 
@@ -57,6 +59,8 @@ class TorchExecutor:
                 return _ScaleStep(step, factor)
             case Sum():
                 return _SumStep(step)
+            case Matmul() as attrs:
+                return MatmulStep(step, attrs)
             case SplitQkv() as attrs:
                 return SplitStep(step, attrs)
             case JoinQkv() as attrs:
