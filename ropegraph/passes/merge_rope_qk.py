@@ -71,6 +71,9 @@ def why_not_types(graph: Graph, parts: Sequence[Node[Any]]) -> str | None:
         )
         for part in parts
     }
+    rows = [graph.values[p.inputs["cache_positions"]].dtype for p in parts if writes_cache(p)]
+    if len(set(rows)) > 1:
+        return f"cache_positions are {' and '.join(map(short, rows))}"
     if len(set(found.values())) == 1:
         return None
     texts = (f"{name!r} reads {read} and writes {wrote}" for name, (read, wrote) in found.items())

@@ -12,6 +12,9 @@ from ropegraph.ir.ops import CacheWrite, Op, Rope, RopePair
 from ropegraph.ir.verify import verify
 from ropegraph.passes import pipeline
 from ropegraph.passes.merge_cache_write import merge_cache_write
+from ropegraph.passes.merge_lone_ropes import merge_lone_ropes
+from ropegraph.passes.merge_rope_qk import merged
+from ropegraph.passes.rewrite import Decline
 from tests.ir.build import Build
 from tests.passes.text import declines, done, nodes, run
 
@@ -91,6 +94,17 @@ def test_one_that_waits_for_the_other() -> None:
     assert declines(merge_cache_write, b.graph()) == {
         "first": "one of 'first' and 'turn' needs the other's result"
     }
+
+
+def test_rows_of_two_types_are_two_launches() -> None:
+    b = Caches()
+    b.tensor("wide", 2, dtype=DType.INT64)
+    b.write("turn_k", "k", "k_cache", "k2", Rope(8, 0))
+    b.write("turn_v", "v", "v_cache", "v2", Rope(8, 0), rows="wide")
+    reason = merge_lone_ropes.apply(b.graph(), b.nodes[0])
+    assert reason is None
+    first, second = b.nodes
+    assert merged(b.graph(), first, second) == Decline("cache_positions are int32 and int64")
 
 
 def test_four_parts_are_two_launches() -> None:
