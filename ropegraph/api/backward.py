@@ -12,7 +12,9 @@ from ropegraph.api.checks import as_list
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import FoldContractError, GraphError
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
@@ -160,6 +162,8 @@ class _Derivation:
         if not self._is_wanted(node):
             return
         match node.attrs:
+            case Rope() | CacheWrite() if writes_cache(node):
+                raise _through_cache(node)
             case Rope() as attrs:
                 self._rope(node, attrs)
             case Scale(factor):
@@ -401,7 +405,13 @@ class _Derivation:
         return node if node is not None and isinstance(node.attrs, SplitQkv) else None
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """The tensor in whose memory the forward leaves ``tensor``; itself, if it has its own."""
+        """The tensor in whose memory the forward leaves ``tensor``; itself, if it has its own.
+
+        Raises GraphError if that is a cache, which the next call of the forward writes over.
+        """
+        maker = next((n for n in self.nodes if n.name == tensor.spec.producer), None)
+        if maker is not None and writes_cache(maker):
+            raise _through_cache(maker)
         if tensor.is_real:
             return tensor
         split = self._parted(tensor)
@@ -444,6 +454,14 @@ class _Derivation:
 
     def _name(self, tensor: Tensor) -> str:
         return self.names[tensor]
+
+
+def _through_cache(node: RecordedNode) -> GraphError:
+    return GraphError(
+        f"backward_graph: {op_name(node.attrs)} {node.name!r} writes into the cache "
+        f"{node.inputs['cache'].get_name()!r}; no gradient goes through a cache write, so derive "
+        "from a forward graph that leaves cache= out"
+    )
 
 
 def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:

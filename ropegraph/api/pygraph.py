@@ -8,6 +8,7 @@ from typing import Any
 
 from ropegraph.api import report
 from ropegraph.api.backward import derive
+from ropegraph.api.cache_ops import CacheOps
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
@@ -39,7 +40,9 @@ _UNSERVED: dict[str, Any] = {
 FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
-class pygraph(QkvOps, SdpaOps, MlaOps, MatmulOps, NormOps, LifeCycle):  # noqa: N801 - FE's name
+class pygraph(  # noqa: N801 - FE's name
+    QkvOps, CacheOps, SdpaOps, MlaOps, MatmulOps, NormOps, LifeCycle
+):
     """A graph of rope and sdpa operations.
 
     io_data_type: the type of tensors that declare none.  intermediate_data_type: types values

@@ -133,7 +133,7 @@ class Graph:
 
     @property
     def singles(self) -> tuple[Node[Any], ...]:
-        """The nodes, each Pair as the two nodes that it stands for."""
+        """The nodes, each Pair as those that it stands for."""
         return tuple(single for node in self.nodes for single in singles(node))
 
     @cached_property
@@ -250,7 +250,7 @@ def rotated_by(node: Node[Any], output: str) -> str | None:
 
 
 def singles(node: Node[Any]) -> tuple[Node[Any], ...]:
-    """The two nodes that a Pair stands for, under their own names; else the node itself."""
+    """The nodes that a Pair stands for, under their own names; else the node itself."""
     pair = node.attrs
     if not isinstance(pair, Pair):
         return (node,)

@@ -24,6 +24,8 @@ ANGLE_PORTS: dict[AngleSource, tuple[str, ...]] = {
     "inv_freq": ("inv_freq",),
 }
 POSITION_PORTS = ("position_ids", "start_positions", "cu_seqlens")
+# What is written into, and where: of Rope and CacheWrite.
+CACHE_PORTS = ("cache", "cache_positions")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Rope(Rotation):
-    """output = output_scale * R x.  Ports: input, angles, positions -> output."""
+    """output = output_scale * R x.  Ports: input, angles, positions -> output.
+
+    With ports cache and cache_positions the output is the cache, written as CacheWrite does.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,21 +94,30 @@ class RopeFreqsGrad(Rotation):
 
 
 @dataclass(frozen=True)
+class CacheWrite:
+    """Rows of the input, bit for bit, in a cache.  Ports: input, cache, cache_positions -> output.
+
+    Row i of batch entry b becomes row cache_positions[b] + i of that entry of the cache
+    [b, h, s_max, d]. The output is the cache, in the same memory; its other rows keep their bits.
+    """
+
+
+@dataclass(frozen=True)
 class Pair:
-    """Two ops of one kind in one launch.  Ports: those of each part with 0 or 1 appended.
+    """Ops of one kind in one launch.  Ports: those of each part with 0, 1 or 2 appended.
 
     names: the nodes that the parts were, for reports.
     """
 
-    parts: tuple[Any, Any]
-    names: tuple[str, str] = ("", "")
+    parts: tuple[Any, ...]
+    names: tuple[str, ...] = ("", "")
 
 
 @dataclass(frozen=True)
 class RopePair(Pair):
-    """Two rotations in one launch."""
+    """Two rotations in one launch, or rotations and what is written into caches beside them."""
 
-    parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+    parts: tuple[Rope | CacheWrite, ...] | tuple[RopeBackward, ...]
 
 
 @dataclass(frozen=True)
@@ -325,7 +339,7 @@ class MlaKvRopeBackward:
 
 
 Op = (
-    Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
+    Rope | RopeBackward | RopeFreqsGrad | CacheWrite | RopePair | Sdpa | SdpaBackward | Scale | Sum
     | Matmul | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
     | RmsNorm | RmsNormBackward | NormRope | NormRopeBackward | NormRopePair
 )  # fmt: skip
@@ -334,6 +348,7 @@ NAMES: dict[type[Op], str] = {
     Rope: "rope",
     RopeBackward: "rope_backward",
     RopeFreqsGrad: "rope_freqs_grad",
+    CacheWrite: "cache_write",
     RopePair: "rope_pair",
     Sdpa: "sdpa",
     SdpaBackward: "sdpa_backward",

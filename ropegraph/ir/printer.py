@@ -27,7 +27,7 @@ def print_graph(graph: Graph) -> str:
 def describe(attrs: Op) -> list[str]:
     """The attributes that differ from their defaults, and the scales, as ``name=value``."""
     if isinstance(attrs, Pair):
-        return [f"[{'; '.join(describe(part))}]" for part in attrs.parts]
+        return [f"[{'; '.join(describe(part)) or op_name(part)}]" for part in attrs.parts]
     if isinstance(attrs, (NormRope, NormRopeBackward)):
         both = [*describe(attrs.norm), *describe(attrs.rope)]
         return both if attrs.norm_first else [*both, "norm_first=False"]

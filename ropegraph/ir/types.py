@@ -25,6 +25,7 @@ from ropegraph.ir.ops import (
 _INTEGER = (
     "seq_len_q", "seq_len_kv", "seed", "offset", "ragged_offset",
     "paged_attention_k_table", "paged_attention_v_table", *POSITION_PORTS,
+    "cache_positions",
 )  # fmt: skip
 _SINGLE = ("freqs", "inv_freq", "sink_token", "stats", "inv_variance")
 _TABLES = ("cos", "sin", "cos_sin")
@@ -85,6 +86,8 @@ def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
 def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
     """The type of an output that declares none: that of the data, or fp32 / fp64 for statistics."""
     first = next(iter(dtypes.values()))
+    if "cache" in dtypes:
+        return dtypes["cache"]
     if port in ("Stats", "inv_variance"):
         return wider(first)
     if isinstance(attrs, RmsNormBackward):

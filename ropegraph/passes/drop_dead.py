@@ -25,7 +25,7 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     }
     if not used:
         return Edit(removed=(node.name,), note="removed: nobody reads its outputs")
-    # A pair keeps both outputs: its launch writes both.
+    # A pair keeps its outputs: its launch writes them all.
     if isinstance(node.attrs, Pair):
         return None
     if isinstance(node.attrs, Sdpa):

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from ropegraph.dtypes import DType, short
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.norm import is_over_heads
 from ropegraph.ir.ops import (
@@ -137,6 +138,8 @@ def _why_not(graph: Graph, norm: Node[Any], rope: Node[Any]) -> str | None:
     attrs = rope.attrs
     if attrs.numerics != "fp32":
         return f"{rope.name!r} is bit-exact (numerics={attrs.numerics!r})"
+    if writes_cache(rope):
+        return f"{rope.name!r} writes into a cache"
     if attrs.head_groups:
         return f"{rope.name!r} reads heads in two levels"
     x, scale = graph.values[norm.inputs["input"]], graph.values[norm.inputs["scale"]]

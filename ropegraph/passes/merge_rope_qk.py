@@ -9,13 +9,16 @@ and neither may wait for the other. norm_rope and norm_rope_backward are merged 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ropegraph.dtypes import DType
+from ropegraph.dtypes import DType, short
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.norm import is_over_heads
 from ropegraph.ir.ops import (
+    CACHE_PORTS,
     NormRope,
     NormRopeBackward,
     NormRopePair,
@@ -47,24 +50,50 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
         return Decline(f"only one of {first.name!r} and {second.name!r} normalises over all heads")
     if _types(graph, first) != _types(graph, second):
         return Decline(f"{first.name!r} and {second.name!r} read or write different data types")
-    if first.inputs.keys() != second.inputs.keys():
-        odd = sorted(first.inputs.keys() ^ second.inputs.keys())
+    # Where the results go is each part's own business too.
+    if odd := sorted((first.inputs.keys() ^ second.inputs.keys()) - set(CACHE_PORTS)):
         return Decline(f"only one of {first.name!r} and {second.name!r} reads {', '.join(odd)}")
-    if _waits(graph, first, second) or _waits(graph, second, first):
+    if waits(graph, first, second) or waits(graph, second, first):
         return Decline(f"one of {first.name!r} and {second.name!r} needs the other's result")
-    name, taken = f"{first.name}+{second.name}", {n.name for n in graph.nodes}
+    is_cached = writes_cache(first) or writes_cache(second)
+    if is_cached and (reason := why_not_types(graph, (first, second))):
+        return Decline(reason)
+    return joined(graph, (first, second), removed=(first.name, second.name))
+
+
+def joined(graph: Graph, parts: Sequence[Node[Any]], removed: tuple[str, ...]) -> Edit:
+    """One launch for two or three nodes.  removed: the nodes that it takes the place of."""
+    names = tuple(part.name for part in parts)
+    name, taken = "+".join(names), {n.name for n in graph.nodes}
     while name in taken:
         name += "+"
-    kind: Any = NormRopePair if isinstance(first.attrs, (NormRope, NormRopeBackward)) else RopePair
+    is_normed = isinstance(parts[0].attrs, (NormRope, NormRopeBackward))
+    kind: Any = NormRopePair if is_normed else RopePair
     pair = Node(
         name,
-        kind((first.attrs, second.attrs), (first.name, second.name)),
-        {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.inputs.items()},
-        {f"{p}{i}": v for i, n in enumerate((first, second)) for p, v in n.outputs.items()},
+        kind(tuple(part.attrs for part in parts), names),
+        {f"{p}{i}": v for i, n in enumerate(parts) for p, v in n.inputs.items()},
+        {f"{p}{i}": v for i, n in enumerate(parts) for p, v in n.outputs.items()},
     )
-    return Edit(
-        (pair,), (first.name, second.name), f"one launch for {first.name} and {second.name}"
-    )
+    return Edit((pair,), removed, f"one launch for {', '.join(names[:-1])} and {names[-1]}")
+
+
+def why_not_types(graph: Graph, parts: Sequence[Node[Any]]) -> str | None:
+    """Why parts that write into caches take a launch each: it reads and writes one type alone."""
+    found = {
+        part.name: tuple(
+            short(graph.values[value].dtype)
+            for value in (part.inputs["input"], part.outputs["output"])
+        )
+        for part in parts
+    }
+    rows = [graph.values[p.inputs["cache_positions"]].dtype for p in parts if writes_cache(p)]
+    if len(set(rows)) > 1:
+        return f"cache_positions are {' and '.join(map(short, rows))}"
+    if len(set(found.values())) == 1:
+        return None
+    texts = (f"{name!r} reads {read} and writes {wrote}" for name, (read, wrote) in found.items())
+    return ", ".join(texts)
 
 
 def _alike(attrs: Any) -> Any:
@@ -114,7 +143,7 @@ def _backward(graph: Graph, node: Node[Any]) -> tuple[Node[Any], Node[Any]] | De
     return found[0], found[1]
 
 
-def _waits(graph: Graph, node: Node[Any], other: Node[Any]) -> bool:
+def waits(graph: Graph, node: Node[Any], other: Node[Any]) -> bool:
     """True if ``node`` needs, directly or not, something that ``other`` writes."""
     todo, seen = list(node.inputs.values()), set[str]()
     while todo:

@@ -14,6 +14,7 @@ from ropegraph.passes.fold_attn_scale import fold_attn_scale
 from ropegraph.passes.fold_inv_ln2 import fold_inv_ln2
 from ropegraph.passes.fold_scale_node import fold_scale_node
 from ropegraph.passes.fuse_norm_rope import fuse_norm_rope
+from ropegraph.passes.merge_cache_write import merge_cache_write
 from ropegraph.passes.merge_lone_ropes import merge_lone_ropes
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
 from ropegraph.passes.rewrite import Decision, Rule
@@ -29,6 +30,7 @@ DEFAULT: tuple[Rule, ...] = (
     fuse_norm_rope,
     merge_rope_qk,
     merge_lone_ropes,
+    merge_cache_write,
 )
 
 # A backward graph is held against its forward as both were recorded: a scale node behind

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.cache import RunCacheWrite, cache_starts
 from ropegraph.engines.reference.mla import RunMla, RunMlaBackward
 from ropegraph.engines.reference.norm import RunNorm, RunNormBackward
 from ropegraph.engines.reference.packed import RunPacked
@@ -24,6 +25,7 @@ from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.norm import unfused
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
@@ -63,6 +65,7 @@ class Reference:
         Matmul,
         SplitQkv,
         JoinQkv,
+        CacheWrite,
         MlaKvRope,
         MlaKvRopeBackward,
         RmsNorm,
@@ -75,7 +78,8 @@ class Reference:
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         match step.node.attrs:
             case RopePair(parts):
-                return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
+                turned = [part for part in parts if not isinstance(part, CacheWrite)]
+                return tuple(dict.fromkeys(r for part in turned for r in why_not_rope(part)))
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return why_not_rope(attrs)
             case NormRope() | NormRopeBackward() as attrs:
@@ -90,8 +94,10 @@ class Reference:
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return RunRope(step, attrs)
             case RopePair() | NormRopePair():
-                parts = (replace(step, node=single) for single in singles(step.node))
-                return RunBoth(tuple(self.compile(part, device) for part in parts))
+                parts = tuple(replace(step, node=single) for single in singles(step.node))
+                return RunAll(parts, tuple(self.compile(part, device) for part in parts))
+            case CacheWrite():
+                return RunCacheWrite(step)
             case Sdpa() as attrs:
                 return RunSdpa(step, attrs)
             case SdpaBackward() as attrs:
@@ -143,12 +149,16 @@ class RunChain:
 
 
 @dataclass(frozen=True)
-class RunBoth:
-    """The parts of a pair, one after the other."""
+class RunAll:
+    """The parts of one launch, one after the other, once all know where they write."""
 
+    steps: tuple[Step, ...]
     parts: tuple[Executable, ...]
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for step in self.steps:
+            if step.has("cache"):
+                cache_starts(step, env)
         for part in self.parts:
             part(env, stream)
 

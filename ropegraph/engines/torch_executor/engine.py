@@ -9,6 +9,7 @@ from ropegraph.engines.torch_executor.matmul import MatmulStep
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
@@ -41,7 +42,7 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        Matmul, SplitQkv, JoinQkv,
+        Matmul, SplitQkv, JoinQkv, CacheWrite,
         MlaKvRope, MlaKvRopeBackward,
         RmsNorm, RmsNormBackward, NormRope, NormRopeBackward, NormRopePair,
     )  # fmt: skip
