@@ -34,9 +34,10 @@ constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
 // A tensor [b, h, s, d]. Strides count elements, in 64 bits: a large outer stride takes an offset
-// past 2^31 in a small tensor. base: 0 for a tensor that nobody gave or wants.
+// past 2^31 in a small tensor. base: null for a tensor that nobody gave or wants; from a pointer the
+// compiler knows that it is global memory.
 struct Place {
-  unsigned long long base;
+  char* base;
   long long b, h, s, d;
 };
 
@@ -267,8 +268,8 @@ __device__ inline void copy_heads(const Params& p, int b, int token, int from, i
     const int channel = vec * V;
     const bool in_value = channel >= p.nope;
     const Place& side = p.side[in_value].row;
-    const bool is_wanted = vec < vectors && (to_kv ? p.kv.base : side.base) != 0;
-    const bool is_given = (to_kv ? side.base : p.kv.base) != 0;
+    const bool is_wanted = vec < vectors && (to_kv ? p.kv.base : side.base) != nullptr;
+    const bool is_given = (to_kv ? side.base : p.kv.base) != nullptr;
     const int own = in_value ? channel - p.nope : channel;
     const Place& source = to_kv ? side : p.kv;
     const Place& target = to_kv ? p.kv : side;
@@ -313,7 +314,7 @@ __device__ inline void turn_heads(const Params& p, int b, int token, int from, i
   const Place& key = p.side[0].row;
   const int vectors = 2 * p.half / V;
   const Seat seat(vectors, lane);
-  if (key.base == 0) return;
+  if (key.base == nullptr) return;
   // Rows of lanes take tokens first, then heads.
   const int log = T >= 4 && seat.rows >= 4 ? 2 : T >= 2 && seat.rows >= 2 ? 1 : 0;
   const int first = seat.row >> log, step = seat.rows >> log;
@@ -387,8 +388,8 @@ __device__ inline void add_heads(const Params& p, int b, int token, int channel,
 // dK_rope of a token.
 template <int V>
 __device__ inline void sum_heads(const Params& p, int b, int token, int lane) {
-  if (p.k_rope.base == 0) return;
-  const bool is_given = p.side[0].row.base != 0;
+  if (p.k_rope.base == nullptr) return;
+  const bool is_given = p.side[0].row.base != nullptr;
   if constexpr (V == 1) {
     for (int i = lane; i < p.half; i += kLanes) {
       float g1[1] = {0.0f}, g2[1] = {0.0f};
@@ -557,7 +558,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
   const int first = block * kBlock + lane / kAcross;
   unsigned char* row_at = at<unsigned char>(side.row, b, from, first, channel);
   unsigned char* column_at = at<unsigned char>(side.column, b, from, first, channel);
-  const bool by_rows = side.row.base != 0, by_columns = side.column.base != 0;
+  const bool by_rows = side.row.base != nullptr, by_columns = side.column.base != nullptr;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const float by_row = i % 2 ? inverse_high(steps[i / 2]) : inverse_low(steps[i / 2]);
@@ -570,6 +571,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
           e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
     }
     unsigned char *row_to = row_at, *column_to = column_at;
+#pragma unroll 1
     for (int head = from; head < to; ++head) {
       if (by_rows) row.store(row_to);
       if (by_columns) column.store(column_to);
@@ -590,6 +592,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
       const unsigned scales = scales_of(own);
       const int token = first + 8 * (j + nth);
       unsigned char* to_scale = at<unsigned char>(side.row_scale, b, from, token, channel / kBlock);
+#pragma unroll 1
       for (int head = from; head < to; ++head) {
         *to_scale = scales;
         to_scale[4 * side.row_scale.s] = scales >> 16;
@@ -599,6 +602,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
   }
   if (side.column_scale.base && lane < kAcross) {
     unsigned char* to_scale = at<unsigned char>(side.column_scale, b, from, block, channel);
+#pragma unroll 1
     for (int head = from; head < to; ++head) {
       column_scale.store(to_scale);
       to_scale += side.column_scale.h;
