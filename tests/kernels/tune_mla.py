@@ -56,7 +56,7 @@ def shapes(mode: Mode, near: str) -> list[Tuning]:
     return [
         Tuning(flight, flight * times, t, warps, resident, 8 if flight == 8 else 4, 8, group, inner)
         for flight, times, t, warps, resident, group, inner in product(
-            (2, 4, 8), (1, 2), tokens, (1, 2, 4), (0, 28, 32), groups, (False, True)
+            (2, 4, 8), (1, 2), tokens, (1, 2, 4), (0, 24, 32), groups, (False, True)
         )
         # Not all of the product: what loses in rope.cu as well is left out.
         if t <= flight and flight * times <= 8 and not (near == "tokens" and warps == 2)

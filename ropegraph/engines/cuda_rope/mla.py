@@ -54,9 +54,9 @@ class Tuning:
 
 # By what lies closest in memory: the next head of a token, the next token of a head.
 TUNED: dict[tuple[Mode, str], Tuning] = {
-    (Mode.FORWARD, "heads"): Tuning(flight=4, units=4, warps=1),
+    (Mode.FORWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=24),
     (Mode.FORWARD, "tokens"): Tuning(
-        flight=4, units=4, tokens=2, warps=1, log_group=8, is_batch_inner=True
+        flight=4, units=4, tokens=2, warps=1, resident=24, log_group=8, is_batch_inner=True
     ),
     (Mode.BACKWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=32, sum_flight=4),
     (Mode.BACKWARD, "tokens"): Tuning(
