@@ -2,11 +2,11 @@
 //   key = kv[:n] and, for every head, the r turned channels of k_rope; value = kv[n:].
 // Pairs (2i, 2i + 1) are read, halves are written, each written channel has its own table column.
 //
-// Nearly all of it is copying. A warp takes a few heads of a token, or of a few tokens: it turns the
-// shared channels once, in registers, and stores them for all its heads. The adjoint gives one warp
-// of each token the sum over all heads. MXFP8 goes by tiles of 32 tokens and 8 vectors, which a warp
-// holds in registers: blocks along channels and along tokens both lie in it, and a turned tile,
-// quantized once, is stored for several heads.
+// Nearly all of it is copying. A warp takes a few heads of a token, or of a few tokens: it turns
+// the shared channels once, in registers, and stores them for all its heads. The adjoint gives one
+// warp of each token the sum over all heads. MXFP8 goes by tiles of 32 tokens and 8 vectors, which
+// a warp holds in registers: blocks along channels and along tokens both lie in it, and a turned
+// tile, quantized once, is stored for several heads.
 //
 // Specialised at build by macros:
 //   MLA_MODE            0: forward, 1: forward to MXFP8, 2: the adjoint
@@ -34,8 +34,8 @@ constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
 // A tensor [b, h, s, d]. Strides count elements, in 64 bits: a large outer stride takes an offset
-// past 2^31 in a small tensor. base: null for a tensor that nobody gave or wants; from a pointer the
-// compiler knows that it is global memory.
+// past 2^31 in a small tensor. base: null for a tensor that nobody gave or wants; of a pointer the
+// compiler knows that it leads to global memory.
 struct Place {
   char* base;
   long long b, h, s, d;
@@ -255,8 +255,8 @@ struct Work {
   }
 };
 
-// Copy heads [from, to) of T tokens between kv and key and value, and do `meanwhile` while the first
-// loads are on their way. to_kv: the direction. A source that is missing counts as zero.
+// Copy heads [from, to) of T tokens between kv and key and value, and do `meanwhile` while the
+// first loads are on their way. to_kv: the direction. A source that is missing counts as zero.
 template <int V, int T, bool to_kv, typename Meanwhile>
 __device__ inline void copy_heads(const Params& p, int b, int token, int from, int to, int lane,
                                   Meanwhile meanwhile) {
@@ -490,9 +490,9 @@ __device__ inline unsigned larger_size(unsigned x, unsigned y) {
 #endif
 }
 
-// What follows takes the largest sizes of two blocks, as bf16, and makes their scales, E8M0 of
-// size / 448 rounded up: 128 times (8 + scale), which is the exponent, one more where the mantissa is
-// above that of 448 = 1.75 2^8. Inf has scale 254: it gets half a step less, see inverse_low.
+// From the largest sizes of two blocks, as bf16, their scales, E8M0 of size / 448 rounded up, as
+// 128 (8 + scale). 8 + scale is the exponent, and one more where the mantissa is above that of
+// 448 = 1.75 2^8. Inf has scale 254: it gets half a step less, so that inverse_low is right.
 __device__ inline unsigned steps_of(unsigned sizes) {
   const unsigned usual = larger(sizes + 0x001f001fu & 0xff80ff80u, 0x04000400u);
   return usual + (sizes + 0x00800080u >> 15 & 0x00010001u) * (0x82c0u - 0x7f80u);
