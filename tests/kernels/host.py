@@ -152,7 +152,7 @@ def run(cases: Sequence[Case], where: Path) -> list[int]:
 
 
 def _record(
-    nth: int, launch: Launch, tensors: Sequence[Tensor], *, has_third: bool
+    nth: int, launch: Launch, tensors: Sequence[Tensor], *, has_third: bool = True
 ) -> tuple[bytes, list[Tensor]]:
     """A launch for the program, and the bytes of each storage it touches, in order.
 

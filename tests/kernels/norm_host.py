@@ -76,7 +76,8 @@ def run(cases: Sequence[Case], where: Path) -> list[tuple[str, ...]]:
             if turn < len(launches):
                 variant, launch = launches[turn]
                 nth = list(used).index((variant, launch.function))
-                record, stores = host._record(nth, launch, [*given.env, given.flag, *scratch])
+                tensors = [*given.env, given.flag, *scratch]
+                record, stores = host._record(nth, launch, tensors, has_third=False)
                 data.append(record)
                 written += stores
         (where / "in").write_bytes(host._numbers(len(data)) + b"".join(data))

@@ -150,6 +150,7 @@ class NormVariant:
             "RESIDENT": self.resident,
         }
         rope = {"ROPE_PASS": "1", "ROPE_VEC": "1", "ROPE_ANGLES": "1", "ROPE_FLIGHT": "1"}
+        rope |= {"ROPE_GROUPS": "0", "ROPE_CACHE": "0", "ROPE_ROW": "int"}
         rope |= {"ROPE_WARPS": str(self.warps), "ROPE_RESIDENT": "16"}
         return self.kind.macros | rope | {f"NORM_{name}": str(v) for name, v in own.items()}
 

@@ -18,7 +18,7 @@ from ropegraph.engines.cuda_rope.norm import (
     norm_shape,
     scale_alignment,
 )
-from ropegraph.engines.cuda_rope.params import WORD, JobParams, Params, packed, pointers_of
+from ropegraph.engines.cuda_rope.params import WORD, Params, job_word, packed, pointers_of
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_X, Grid, Shape, alignment, grid_of
 from ropegraph.errors import InternalError
 
@@ -44,7 +44,8 @@ class NormFields(ctypes.Structure):
 class NormParams(ctypes.Structure):
     """struct NormParams."""
 
-    _fields_ = [("rope", Params), ("first", NormFields), ("second", NormFields)]
+    # The rotations come last: a kernel that writes into no cache does not have the third job.
+    _fields_ = [("first", NormFields), ("second", NormFields), ("rope", Params)]
 
 
 @dataclass(frozen=True)
@@ -179,18 +180,16 @@ def _with_warps(base: Shape, warps: int) -> Shape:
 
 
 def _word(nth: int, field: str) -> int:
-    start = ctypes.sizeof(Params) + nth * ctypes.sizeof(NormFields)
-    return (start + getattr(NormFields, field).offset) // WORD
+    return (nth * ctypes.sizeof(NormFields) + getattr(NormFields, field).offset) // WORD
 
 
 def _pointers(jobs: Sequence[NormJob], vec: int) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
-    job_words = ctypes.sizeof(JobParams) // WORD
+    rope = NormParams.rope.offset // WORD
     for nth, job in enumerate(jobs):
-        y_word = nth * job_words + JobParams.y.offset // WORD
         for p in pointers_of([job.rope], vec):
-            word = p.word + nth * job_words
-            if word != y_word or job.y_slot >= 0:
+            if p.word != job_word(0, "y") or job.y_slot >= 0:
+                word = rope + p.word + job_word(nth, "y") - job_word(0, "y")
                 found.append((word, p.slot, p.mask))
         found.append((_word(nth, "scale"), job.scale, scale_alignment(job, vec) - 1))
         if job.x is not None:

@@ -46,8 +46,8 @@ struct Norm {
 };
 
 struct NormParams {
-  Params rope;
   Norm norm[2];
+  Params rope;
 };
 
 // The numbers of a lane: pairs (a, c), and channels that do not turn.
