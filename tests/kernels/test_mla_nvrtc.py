@@ -35,7 +35,7 @@ def test_compiles_without_spills(mode: Mode, arch: str, record_property) -> None
         found = compile_variant(variant, arch, SOURCE)
         assert set(found) == ({"mla_any", "mla_vector"} if variant.vec > 1 else {"mla_any"})
         for name, resources in found.items():
-            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            record_property(f"{arch} {name} {' '.join(variant.options)}", str(resources))
             assert not resources.shared
             assert not resources.spill, f"{name}, {variant} on {arch}: {resources}"
             assert resources.registers <= 168, f"{name}, {variant} on {arch}: {resources}"

@@ -60,7 +60,7 @@ def test_the_usual_variants_spill_nothing(
     for each in USUAL:
         found = compile_variant(each, arch, path)
         assert set(found) == set(each.kernels)
-        record_property(f"{arch} {' '.join(each.options)}", found)
+        record_property(f"{arch} {' '.join(each.options)}", str(found))
         assert not any(one.spill for one in found.values()), f"{each} on {arch}: {found}"
         assert found["norm_vector"].registers * each.resident * 32 <= 65536
 

@@ -108,7 +108,7 @@ def test_compiles_without_spills(
         expected = {"rope_any", "rope_vector"} if variant.vec > 1 else {"rope_any"}
         assert set(found) == expected, f"{variant} on {arch}"
         for name, resources in found.items():
-            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            record_property(f"{arch} {name} {' '.join(variant.options)}", str(resources))
             assert not resources.shared, f"{name}, {variant} on {arch}: {resources}"
         if variant.vec > 1:
             fast = found["rope_vector"]

@@ -56,15 +56,14 @@ class Tuning:
 TUNED: dict[tuple[Mode, str], Tuning] = {
     (Mode.FORWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=24),
     (Mode.FORWARD, "tokens"): Tuning(
-        flight=4, units=4, tokens=2, warps=1, resident=24, log_group=8, is_batch_inner=True
+        flight=4, units=4, tokens=4, warps=1, resident=24, log_group=10, is_batch_inner=True
     ),
     (Mode.BACKWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=32, sum_flight=4),
     (Mode.BACKWARD, "tokens"): Tuning(
-        flight=4, units=4, tokens=2, warps=1, resident=32, sum_flight=4, log_group=4,
-        is_batch_inner=True,
+        flight=4, units=8, tokens=4, warps=1, sum_flight=4, log_group=10, is_batch_inner=True
     ),
-    (Mode.MXFP8, "heads"): Tuning(units=8, warps=1),
-    (Mode.MXFP8, "tokens"): Tuning(units=8, warps=1),
+    (Mode.MXFP8, "heads"): Tuning(vec=16, units=4, warps=4),
+    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=4, warps=2, log_group=2),
 }  # fmt: skip
 
 # Fields of struct Params that are tensors -> the ports that they stand for.
