@@ -33,8 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## the main job: graphs, folds, error table, training on a real text (under 3 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph demo $(ARGS)
 
-test: $(STAMP)  ## every test that needs no GPU; one thread, so figures repeat
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu $(ARGS)
+test: $(STAMP)  ## every test that needs no GPU, in two processes of one thread each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)
 	@echo 'tests/gpu was left out: on a CUDA device, `make gpu-test` runs it (PYTHON=... names the python)'
 
 gpu-test:  ## the whole suite on a CUDA device, the kernels under compute-sanitizer as well

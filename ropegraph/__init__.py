@@ -10,6 +10,7 @@ from ropegraph.api.enums import (
     data_type,
     diagonal_alignment,
     heur_mode,
+    norm_forward_phase,
     tensor_reordering,
 )
 from ropegraph.api.handle import (
@@ -62,6 +63,7 @@ __all__ = [
     "graph_cache",
     "heur_mode",
     "jit",
+    "norm_forward_phase",
     "pygraph",
     "set_stream",
     "tensor",

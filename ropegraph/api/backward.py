@@ -12,11 +12,15 @@ from ropegraph.api.checks import as_list
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import FoldContractError, GraphError
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -57,6 +61,7 @@ class _Derivation:
         self.wanted = self._on_the_way()
         self.copies: dict[Tensor, Tensor] = {}
         self.splits: dict[str, dict[str, Tensor]] = {}
+        self.turned: dict[Tensor, Tensor] = {}
         self.partial: dict[Tensor, list[Tensor]] = {}
 
     def _tensors(self, given: Any, argument: str) -> list[Tensor]:
@@ -120,8 +125,13 @@ class _Derivation:
         """Mark what the backward needs; a graph that is built already must export it by itself."""
         reaching = self._reaching()
         nodes = [n for n in self.nodes if set(n.outputs.values()) & reaching and self._is_wanted(n)]
-        needed = [self._whole(t) for node in nodes for t in _needs(node, self.wanted)]
+        needed = [self._whole(t) for node in nodes for t in self._needs(node)]
         for node in nodes:
+            if isinstance(node.attrs, RmsNorm) and "inv_variance" not in node.outputs:
+                raise GraphError(
+                    f"backward_graph: rmsnorm {node.name!r} gives no inv_variance; "
+                    "record it with norm_forward_phase.TRAINING"
+                )
             if isinstance(node.attrs, Sdpa) and "Stats" not in node.outputs:
                 raise GraphError(
                     f"backward_graph: sdpa {node.name!r} gives no Stats; "
@@ -152,6 +162,8 @@ class _Derivation:
         if not self._is_wanted(node):
             return
         match node.attrs:
+            case Rope() | CacheWrite() if writes_cache(node):
+                raise _through_cache(node)
             case Rope() as attrs:
                 self._rope(node, attrs)
             case Scale(factor):
@@ -168,6 +180,8 @@ class _Derivation:
                 self._matmul(node)
             case MlaKvRope() as attrs:
                 self._mla(node, attrs)
+            case RmsNorm() as attrs:
+                self._norm(node, attrs)
             case other:
                 raise GraphError(
                     f"backward_graph: {op_name(other)} {node.name!r} has no gradient of its own; "
@@ -255,6 +269,53 @@ class _Derivation:
         )  # fmt: skip
         for port, grad in wanted.items():
             self._add(node.inputs[port], made[grad])
+
+    def _norm(self, node: RecordedNode, attrs: RmsNorm) -> None:
+        statistics = node.outputs["inv_variance"]
+        if statistics in self.partial:
+            raise GraphError(
+                f"backward_graph: inv_variance of rmsnorm {node.name!r} has no gradient; ask for Y "
+                "only"
+            )
+        x = node.inputs["input"]
+        rope = self._rotated(x)
+        ports = {
+            "grad": self._gradient(node.outputs["Y"]),
+            "input": self._copy(x) if rope is None else self._turned_again(x, rope),
+            "scale": self._copy(node.inputs["scale"]),
+            "inv_variance": self._copy(statistics),
+        }
+        grads = {"input": "DX", "scale": "Dscale"}
+        grads = {p: grad for p, grad in grads.items() if node.inputs[p] in self.wanted}
+        backward = RmsNormBackward(attrs.zero_centered, attrs.compute)
+        made = self._record(backward, f"{node.name}_backward", ports, *grads.values())
+        for port, grad in grads.items():
+            self._add(node.inputs[port], made[grad])
+
+    def _rotated(self, tensor: Tensor) -> RecordedNode | None:
+        """The rope that makes a tensor again sooner than it is kept: one nobody else sees."""
+        if tensor.is_real or tensor.spec.is_saved or tensor.spec.in_place_of is not None:
+            return None
+        made = next((n for n in self.nodes if n.name == tensor.spec.producer), None)
+        return made if made is not None and isinstance(made.attrs, Rope) else None
+
+    def _turned_again(self, tensor: Tensor, rope: RecordedNode) -> Tensor:
+        """What a rope of the forward made, by the same rope in the backward."""
+        if tensor not in self.turned:
+            ports = {port: self._copy(t) for port, t in rope.inputs.items()}
+            made = self._record(rope.attrs, rope.name, ports, "output")["output"]
+            made.set_stride(tensor.get_stride()).set_data_type(tensor.get_data_type())
+            self.turned[tensor] = made.set_name(self._name(tensor))
+        return self.turned[tensor]
+
+    def _needs(self, node: RecordedNode) -> list[Tensor]:
+        """What the backward of a node reads from the forward."""
+        if isinstance(node.attrs, RmsNorm):
+            x, scale = node.inputs["input"], node.inputs["scale"]
+            rope = self._rotated(x)
+            kept = [x] if rope is None else list(rope.inputs.values())
+            return [*kept, scale, *(t for p, t in node.outputs.items() if p == "inv_variance")]
+        return _needs(node, self.wanted)
 
     def _sdpa(self, node: RecordedNode, attrs: Sdpa) -> None:
         for port, tensor in node.inputs.items():
@@ -344,7 +405,13 @@ class _Derivation:
         return node if node is not None and isinstance(node.attrs, SplitQkv) else None
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """The tensor in whose memory the forward leaves ``tensor``; itself, if it has its own."""
+        """The tensor in whose memory the forward leaves ``tensor``; itself, if it has its own.
+
+        Raises GraphError if that is a cache, which the next call of the forward writes over.
+        """
+        maker = next((n for n in self.nodes if n.name == tensor.spec.producer), None)
+        if maker is not None and writes_cache(maker):
+            raise _through_cache(maker)
         if tensor.is_real:
             return tensor
         split = self._parted(tensor)
@@ -387,6 +454,14 @@ class _Derivation:
 
     def _name(self, tensor: Tensor) -> str:
         return self.names[tensor]
+
+
+def _through_cache(node: RecordedNode) -> GraphError:
+    return GraphError(
+        f"backward_graph: {op_name(node.attrs)} {node.name!r} writes into the cache "
+        f"{node.inputs['cache'].get_name()!r}; no gradient goes through a cache write, so derive "
+        "from a forward graph that leaves cache= out"
+    )
 
 
 def _needs(node: RecordedNode, wanted: set[Tensor]) -> list[Tensor]:

@@ -40,6 +40,14 @@ class attention_implementation(Enum):  # noqa: N801
     UNIFIED = 2
 
 
+class norm_forward_phase(Enum):  # noqa: N801
+    """Whether a norm gives inv_variance, which its backward reads: in TRAINING."""
+
+    NOT_SET = 0
+    INFERENCE = 1
+    TRAINING = 2
+
+
 class tensor_reordering(Enum):  # noqa: N801
     """Memory reordering of scale tensors. NONE is the only one served."""
 

@@ -14,7 +14,7 @@ from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import Attention, Op, Rotation, op_name
+from ropegraph.ir.ops import Attention, Norm, Op, Rotation, op_name
 from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype, output_dtypes
 
 # The largest number fp32 holds.
@@ -57,7 +57,7 @@ def _node(
 ) -> Node[Op]:
     attrs = node.attrs
     found = wider(*(types[t] for t in node.inputs.values()))
-    if isinstance(attrs, (Rotation, Attention)):
+    if isinstance(attrs, (Rotation, Attention, Norm)):
         found = wider(compute, attrs.compute, found)
         attrs = replace(attrs, compute=found)
     _check_scales(node.name, attrs, found)

@@ -66,7 +66,7 @@ class LifeCycle:
         if not self.recorder.nodes:
             raise GraphError(f"graph {self.name!r} has no operation")
         frozen = self._freeze()
-        if not frozen.outputs:
+        if not (frozen.outputs or frozen.rewritten):
             raise GraphError(
                 f"graph {self.name!r} has no output, so nothing would run; call "
                 "set_output(True) on what you want written"

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
+from ropegraph.dtypes import short
 from ropegraph.errors import GraphError
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import JoinQkv, SplitQkv, op_name
 from ropegraph.ir.packed import PARTS, View, view_of
@@ -67,16 +69,31 @@ def _in_place(
             continue
         where = f"{op_name(node.attrs)} {node.name!r}"
         readers = [n.name for n in nodes for t in n.inputs.values() if t is source]
-        if readers != [node.name]:
-            others = [name for name in readers if name != node.name]
+        others = [name for name in readers if name != node.name] or readers[1:]
+        if others and writes_cache(node):
+            raise GraphError(
+                f"{where} writes over {source.get_name()!r}, which is also read by {others}; read "
+                "and write what this write returned instead"
+            )
+        if others:
             raise GraphError(
                 f"{where} is in place, but {source.get_name()!r} is also read by {others}; "
                 "leave in_place out"
             )
         if not _is_free(tensor, values[names[tensor]]):
+            if writes_cache(node):
+                raise GraphError(
+                    f"{where}: its output is the cache {source.get_name()!r} itself, in place; "
+                    "leave out set_output, set_uid and set_saved, and bind the cache"
+                )
             raise GraphError(
                 f"{where}: {tensor.get_name()!r} is in place and has no buffer of its own; leave "
                 "out set_output, set_uid or in_place"
             )
         own = values[names[source]]
+        if writes_cache(node) and values[names[tensor]].dtype is not own.dtype:
+            raise GraphError(
+                f"{where}: {tensor.get_name()!r} is the cache {source.get_name()!r} itself, which "
+                f"is {short(own.dtype)}; leave out set_data_type"
+            )
         _put(values, names[tensor], own, View(0, own.dim, own.stride))

@@ -8,11 +8,13 @@ from typing import Any
 
 from ropegraph.api import report
 from ropegraph.api.backward import derive
+from ropegraph.api.cache_ops import CacheOps
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
 from ropegraph.api.life_cycle import LifeCycle
 from ropegraph.api.matmul_ops import MatmulOps
 from ropegraph.api.mla_ops import MlaOps
+from ropegraph.api.norm_ops import NormOps
 from ropegraph.api.qkv_ops import QkvOps
 from ropegraph.api.recording import Recorder
 from ropegraph.api.sdpa_ops import SdpaOps
@@ -38,7 +40,9 @@ _UNSERVED: dict[str, Any] = {
 FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
-class pygraph(QkvOps, SdpaOps, MlaOps, MatmulOps, LifeCycle):  # noqa: N801 - FE's name
+class pygraph(  # noqa: N801 - FE's name
+    QkvOps, CacheOps, SdpaOps, MlaOps, MatmulOps, NormOps, LifeCycle
+):
     """A graph of rope and sdpa operations.
 
     io_data_type: the type of tensors that declare none.  intermediate_data_type: types values
@@ -157,7 +161,10 @@ class pygraph(QkvOps, SdpaOps, MlaOps, MatmulOps, LifeCycle):  # noqa: N801 - FE
         return self.recorder.add_like(template, name)
 
     def __getattr__(self, name: str) -> Any:
-        served = "rope, rope_backward, qkv_rope, qkv_rope_backward, sdpa, sdpa_backward, scale, mul"
+        served = (
+            "rope, rope_backward, qkv_rope, qkv_rope_backward, sdpa, sdpa_backward, scale, mul, "
+        )
+        served += "rmsnorm, rmsnorm_backward"
         raise AttributeError(
             f"pygraph has no {name!r}; of cuDNN Frontend's operations it serves {served}"
         )

@@ -43,7 +43,8 @@ class QkvOps(RopeOps):
         [b, s, (h_q + h_k + h_v) d], as a projection gives it, is heads side by side.
         by_groups: which of the two; found from ``split`` if left out, where only one fits.
         freqs and rope: as for rope(); k_freqs, k_cos, k_sin, k_cos_sin, k_inv_freq: the table of K,
-        where it differs from that of Q.
+        where it differs from that of Q.  k_cache, k_cache_positions: K is written into a cache; V
+        goes into its own by cache_write, in the same launch.
         V is a view of qkv, never copied, unless set_output(True) gives it a buffer of its own.
         in_place: Q and K are written over qkv, whose buffer then holds the rotated heads.
         Raises GraphError if split does not fit, or as rope() does.
@@ -61,6 +62,8 @@ class QkvOps(RopeOps):
                 x, name=f"{name}_{part}", output_scale=scale, head_groups=groups,
                 **_keywords(part, {"freqs": freqs, **rope}),
             )  # fmt: skip
+            if wanted and out.spec.in_place_of is not None:
+                raise GraphError(f"{where}: in_place and k_cache both say where K goes; use one")
             if wanted:
                 out.spec.in_place_of = x
             turned.append(out.set_name(f"{name}::{part.upper()}"))
@@ -134,8 +137,10 @@ def _keywords(part: str, given: dict[str, Any]) -> dict[str, Any]:
     shared = {n: v for n, v in given.items() if not n.startswith("k_")}
     if part == "q" or not own:
         return shared
-    # One source of angles: what K has of its own takes the place of all of Q's.
-    return {n: v for n, v in shared.items() if n not in SOURCES or n in own} | own
+    if any(n in own for n in SOURCES):
+        # One source of angles: what K has of its own takes the place of all of Q's.
+        shared = {n: v for n, v in shared.items() if n not in SOURCES}
+    return shared | own
 
 
 def _attrs(where: str, given: Iterable[int], by_groups: bool | None, dim: list[int]) -> SplitQkv:

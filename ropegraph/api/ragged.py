@@ -6,7 +6,16 @@ from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.dtypes import INDEX, DType
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import ANGLE_PORTS, POSITION_PORTS, Attention, Rotation, Scale, Sum, op_name
+from ropegraph.ir.ops import (
+    ANGLE_PORTS,
+    POSITION_PORTS,
+    Attention,
+    Norm,
+    Rotation,
+    Scale,
+    Sum,
+    op_name,
+)
 
 _RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 # What a rotation looks up: dense beside ragged data.
@@ -16,6 +25,11 @@ _INDEXED = (*(p for ports in ANGLE_PORTS.values() for p in ports), "dfreqs", *PO
 def check_ragged(node: RecordedNode) -> None:
     """Only data is ragged: a table, a mask or a length that were would be read as if it was not."""
     for port, tensor in node.inputs.items():
+        if tensor.get_ragged_offset() is not None and isinstance(node.attrs, Norm):
+            raise GraphError(
+                f"{op_name(node.attrs)} {node.name!r}: {port} {tensor.get_name()!r} has a "
+                "ragged_offset; pack the sequences into [1, h, t, d] and give rope cu_seqlens"
+            )
         is_data = port in _RAGGED_PORTS or isinstance(node.attrs, (Scale, Sum))
         if tensor.get_ragged_offset() is not None and not is_data:
             raise GraphError(

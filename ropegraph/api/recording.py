@@ -206,7 +206,7 @@ class Recorder:
             for tensor in outputs.values():
                 tensor.spec.producer = node.name
             inputs = {port: handles[v] for port, v in node.inputs.items()}
-            rotated = next(iter(node.inputs.values()))
+            rotated = node.inputs.get("cache", next(iter(node.inputs.values())))
             for value in node.outputs.values():
                 if is_in_place(frozen, rotated, value):
                     handles[value].spec.in_place_of = handles[rotated]

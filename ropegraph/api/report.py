@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.compile import Lowered
-from ropegraph.ir.graph import Graph
+from ropegraph.ir.graph import Graph, origins
 from ropegraph.ir.ops import Attention, Rotation, Scale, op_name
 from ropegraph.passes.rewrite import Decision
 
@@ -41,7 +41,8 @@ def _line(decision: Decision) -> str:
 
 def _scales(graph: Graph) -> dict[str, str]:
     """Node name -> its scale as text, the parts of a merged launch under their own names."""
-    return {node.name: text for node in graph.singles if (text := _scale(node.attrs))}
+    done = {name: attrs for node in graph.nodes for name, attrs in origins(node).items()}
+    return {name: text for name, attrs in done.items() if (text := _scale(attrs))}
 
 
 def _scale(attrs: Any) -> str:

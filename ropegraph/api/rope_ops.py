@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropegraph.api.cache_ops import cache_ports, written
 from ropegraph.api.checks import as_number, is_tensor, refuse_unknown
 from ropegraph.api.recording import Recorder, shaped_like
 from ropegraph.api.rotary import rotation
 from ropegraph.api.tensor import Tensor
 from ropegraph.dtypes import DType, as_compute
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Rope, RopeBackward, Scale
+from ropegraph.ir.ops import Rope, RopeBackward, Rotation, Scale
 
 
 class RopeOps:
@@ -46,6 +47,8 @@ class RopeOps:
         cp_size: int = 1,
         cp_rank: int = 0,
         head_groups: int = 0,
+        cache: Any = None,
+        cache_positions: Any = None,
         **fe_arguments: Any,
     ) -> Tensor:
         """Rotate channel pairs of ``input`` by its positions, then scale every row by output_scale.
@@ -71,6 +74,11 @@ class RopeOps:
         sequence.  cu_seqlens: [n + 1], n sequences packed along s of [1, h, t, D]; positions
         restart in each, and rows of no sequence become 0.  cp_size, cp_rank: this rank holds chunks
         cp_rank and 2 cp_size - 1 - cp_rank of each sequence.
+
+        cache: [b, h, s_max, D], any strides, an input of the graph, and cache_positions [b]: row i
+        of batch entry n is written over row cache_positions[n] + i of the cache, in place, and all
+        other rows keep their bits. Returns the cache then. No fold changes what is written there,
+        and it has no gradient.
 
         numerics: "fp32"; "nemo" (one fma in fp32 a channel) or "hf" (every product rounded to the
         type of input) with cosines and sines, bit for bit as those libraries.
@@ -121,6 +129,7 @@ class RopeOps:
         self, kind: type[Rope] | type[RopeBackward], word: str, port: str, options: dict[str, Any]
     ) -> Tensor:
         options.pop("self")
+        cache, rows = options.pop("cache", None), options.pop("cache_positions", None)
         name = self.recorder.node_name(kind, options.pop("name"))
         where = f"{word} {name!r}"
         data = self.recorder.adopt(options.pop(port), f"{where}: {port}")
@@ -128,7 +137,12 @@ class RopeOps:
         attrs, tensors = rotation(kind, where, dim[-1] if dim else 0, **options)
         ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in tensors.items()}
         out_port = "output" if kind is Rope else "dX"
-        made = self.recorder.record(attrs, name, {port: data} | ports, (out_port,))
+        into = cache_ports(self.recorder, where, cache, rows)
+        if into:
+            _refuse_beside_cache(where, attrs, ports, data)
+        made = self.recorder.record(attrs, name, {port: data} | ports | into, (out_port,))
+        if into:
+            return written(made[out_port], into["cache"])
         return shaped_like(made[out_port], data)
 
     def scale(
@@ -165,3 +179,20 @@ class RopeOps:
             )
         tensor = b if a is numbers[0] else a
         return self.scale(tensor, numbers[0], compute_data_type, name, **fe_arguments)
+
+
+def _refuse_beside_cache(
+    where: str, attrs: Rotation, ports: dict[str, Tensor], data: Tensor
+) -> None:
+    """A cache has one sequence a batch entry, all of it, and heads in one level."""
+    found = {
+        "cu_seqlens": "cu_seqlens" in ports,
+        "a ragged input": data.get_ragged_offset() is not None,
+        f"cp_size={attrs.cp_size}": attrs.cp_size > 1,
+        f"head_groups={attrs.head_groups}": attrs.head_groups > 0,
+    }
+    if given := [what for what, is_given in found.items() if is_given]:
+        raise GraphError(
+            f"{where}: cache together with {' and '.join(given)}; write [b, h, s, D] into a cache, "
+            "one sequence a batch entry"
+        )

@@ -142,10 +142,11 @@ class Binder:
     def _from_dlpack(self, name: str, buffer: Any) -> Tensor:
         refuse_negative_strides(name, buffer)
         # DLPack forgets that numpy memory may be read-only.
-        if self.plan.graph.producer(name) and not getattr(
-            getattr(buffer, "flags", None), "writeable", True
-        ):
-            raise GraphError(f"{name!r} is an output, but its buffer is read-only")
+        graph = self.plan.graph
+        is_written = name in graph.rewritten or graph.producer(name) is not None
+        if is_written and not getattr(getattr(buffer, "flags", None), "writeable", True):
+            what = "an output" if graph.producer(name) else "written in place"
+            raise GraphError(f"{name!r} is {what}, but its buffer is read-only")
         try:
             return torch.from_dlpack(buffer)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import disjoint, overlaps
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Graph, last_reads, rotated_by
 
 
@@ -81,8 +82,16 @@ def check_sharing(graph: Graph, pairs: Sequence[Pair], bound: dict[str, Tensor])
             )
     for name in sorted(graph.rewritten):
         if bound[name].requires_grad and bound[name].is_leaf:
+            is_cache = any(
+                graph.place(node.inputs["cache"]) == name
+                for node in graph.singles
+                if writes_cache(node)
+            )
             raise GraphError(
-                f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
+                f"{name!r} is written in place, but it is a leaf tensor that requires grad; "
+                "bind a detached one"
+                if is_cache
+                else f"{name!r} is rotated in place, but it is a leaf tensor that requires grad; "
                 "leave in_place out"
             )
     named = list(bound.items())

@@ -17,10 +17,12 @@ from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.ops import (
     POSITION_PORTS,
     JoinQkv,
+    NormRope,
+    NormRopeBackward,
     Op,
+    Pair,
     Rope,
     RopeBackward,
-    RopePair,
     SplitQkv,
 )
 
@@ -131,7 +133,7 @@ class Graph:
 
     @property
     def singles(self) -> tuple[Node[Any], ...]:
-        """The nodes, each RopePair as the two rotations that it stands for."""
+        """The nodes, each Pair as those that it stands for."""
         return tuple(single for node in self.nodes for single in singles(node))
 
     @cached_property
@@ -248,14 +250,26 @@ def rotated_by(node: Node[Any], output: str) -> str | None:
 
 
 def singles(node: Node[Any]) -> tuple[Node[Any], ...]:
-    """The two rotations that a RopePair stands for, under their own names; else the node itself."""
+    """The nodes that a Pair stands for, under their own names; else the node itself."""
     pair = node.attrs
-    if not isinstance(pair, RopePair):
+    if not isinstance(pair, Pair):
         return (node,)
     return tuple(
         Node(name, part, merged_ports(node.inputs, i), merged_ports(node.outputs, i))
         for i, (name, part) in enumerate(zip(pair.names, pair.parts, strict=True))
     )
+
+
+def origins(node: Node[Any]) -> dict[str, Op]:
+    """What was recorded and is done by ``node`` now: attributes by the name of the node then."""
+    found: dict[str, Op] = {}
+    for single in singles(node):
+        attrs = single.attrs
+        if isinstance(attrs, (NormRope, NormRopeBackward)):
+            found |= dict(zip(attrs.names, (attrs.norm, attrs.rope), strict=True))
+        else:
+            found[single.name] = attrs
+    return found
 
 
 def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
@@ -279,6 +293,6 @@ def toposort(nodes: list[Node[Op]]) -> tuple[Node[Op], ...]:
 
 
 def merged_ports(ports: Mapping[str, T], part: int) -> dict[str, T]:
-    """The ports of one part of a RopePair, under the names of the single op."""
+    """The ports of one part of a Pair, under the names of the single op."""
     suffix = str(part)
     return {p[: -len(suffix)]: v for p, v in ports.items() if p.endswith(suffix)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.dtypes import short
-from ropegraph.ir.graph import Graph, Node, singles
-from ropegraph.ir.ops import RopePair, op_name
+from ropegraph.ir.graph import Graph, Node, origins
+from ropegraph.ir.ops import NormRopePair, RopePair, op_name
 from ropegraph.ir.printer import describe
 
 _CLASSES = (
@@ -59,8 +59,8 @@ def _tensor(graph: Graph, name: str) -> str:
 
 
 def _node(node: Node[Any]) -> str:
-    about = describe(node.attrs)
-    if isinstance(node.attrs, RopePair):
+    about, is_pair = describe(node.attrs), isinstance(node.attrs, (RopePair, NormRopePair))
+    if is_pair:
         about = [text.strip("[]") for text in about]
     return f'"{_safe("<br/>".join((f"{node.name} ({op_name(node.attrs)})", _RULE, *about)))}"'
 
@@ -73,7 +73,7 @@ def _label(graph: Graph, value: str) -> str:
 def _differs(node: Node[Any], before: Graph) -> bool:
     """True if folding changed the node; a merged pair counts if one of its parts changed."""
     recorded: dict[str, Any] = {n.name: n.attrs for n in before.nodes}
-    return any(recorded.get(single.name) != single.attrs for single in singles(node))
+    return any(recorded.get(name) != attrs for name, attrs in origins(node).items())
 
 
 def _safe(text: str) -> str:

@@ -24,6 +24,8 @@ ANGLE_PORTS: dict[AngleSource, tuple[str, ...]] = {
     "inv_freq": ("inv_freq",),
 }
 POSITION_PORTS = ("position_ids", "start_positions", "cu_seqlens")
+# What is written into, and where: of Rope and CacheWrite.
+CACHE_PORTS = ("cache", "cache_positions")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Rope(Rotation):
-    """output = output_scale * R x.  Ports: input, angles, positions -> output."""
+    """output = output_scale * R x.  Ports: input, angles, positions -> output.
+
+    With ports cache and cache_positions the output is the cache, written as CacheWrite does.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,95 @@ class RopeFreqsGrad(Rotation):
 
 
 @dataclass(frozen=True)
-class RopePair:
-    """Two rotations in one launch.  Ports: those of each part with 0 or 1 appended.
+class CacheWrite:
+    """Rows of the input, bit for bit, in a cache.  Ports: input, cache, cache_positions -> output.
+
+    Row i of batch entry b becomes row cache_positions[b] + i of that entry of the cache
+    [b, h, s_max, d]. The output is the cache, in the same memory; its other rows keep their bits.
+    """
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Ops of one kind in one launch.  Ports: those of each part with 0, 1 or 2 appended.
 
     names: the nodes that the parts were, for reports.
     """
 
-    parts: tuple[Rope, Rope] | tuple[RopeBackward, RopeBackward]
+    parts: tuple[Any, ...]
+    names: tuple[str, ...] = ("", "")
+
+
+@dataclass(frozen=True)
+class RopePair(Pair):
+    """Two rotations in one launch, or rotations and what is written into caches beside them."""
+
+    parts: tuple[Rope | CacheWrite, ...] | tuple[RopeBackward, ...]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What RmsNorm and RmsNormBackward share.
+
+    With x a head row, or all head rows of a token where scale is [1, h, 1, d] with h > 1:
+
+        inv_variance = 1 / sqrt(mean(x^2) + epsilon)      Y = x * inv_variance * w
+
+    w is scale, or 1 + scale where zero_centered.
+    """
+
+    zero_centered: bool = False
+    compute: DType = DType.FLOAT
+
+
+@dataclass(frozen=True)
+class RmsNorm(Norm):
+    """Ports: input, scale -> Y, inv_variance."""
+
+    epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class RmsNormBackward(Norm):
+    """The gradients of RmsNorm.  Ports: grad, input, scale, inv_variance -> DX, Dscale.
+
+    With g = grad * w and n = input * inv_variance: DX = inv_variance * (g - n * mean(g n)), and
+    Dscale is the sum of grad * n over what scale is shared by, added up in the compute type.
+    """
+
+
+@dataclass(frozen=True)
+class NormRope:
+    """RmsNorm and Rope in one launch; the value between is not rounded.
+
+    Ports: input, scale, those of the angles and positions -> output, inv_variance.
+    norm_first: False where the rotation comes first.  names: the nodes that norm and rope were.
+    """
+
+    norm: RmsNorm
+    rope: Rope
+    norm_first: bool = True
     names: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class NormRopeBackward:
+    """The gradients of NormRope; where the rotation comes first, it is made again from input.
+
+    Ports: dY, input, scale, inv_variance, those of the angles and positions -> dX, Dscale.
+    """
+
+    norm: RmsNormBackward
+    rope: RopeBackward
+    norm_first: bool = True
+    names: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class NormRopePair(Pair):
+    """Two of NormRope, or of NormRopeBackward, in one launch."""
+
+    parts: tuple[NormRope, NormRope] | tuple[NormRopeBackward, NormRopeBackward]
 
 
 @dataclass(frozen=True)
@@ -253,14 +339,16 @@ class MlaKvRopeBackward:
 
 
 Op = (
-    Rope | RopeBackward | RopeFreqsGrad | RopePair | Sdpa | SdpaBackward | Scale | Sum
+    Rope | RopeBackward | RopeFreqsGrad | CacheWrite | RopePair | Sdpa | SdpaBackward | Scale | Sum
     | Matmul | SplitQkv | JoinQkv | MlaKvRope | MlaKvRopeBackward
+    | RmsNorm | RmsNormBackward | NormRope | NormRopeBackward | NormRopePair
 )  # fmt: skip
 
 NAMES: dict[type[Op], str] = {
     Rope: "rope",
     RopeBackward: "rope_backward",
     RopeFreqsGrad: "rope_freqs_grad",
+    CacheWrite: "cache_write",
     RopePair: "rope_pair",
     Sdpa: "sdpa",
     SdpaBackward: "sdpa_backward",
@@ -271,6 +359,11 @@ NAMES: dict[type[Op], str] = {
     JoinQkv: "join_qkv",
     MlaKvRope: "mla_kv_rope",
     MlaKvRopeBackward: "mla_kv_rope_backward",
+    RmsNorm: "rmsnorm",
+    RmsNormBackward: "rmsnorm_backward",
+    NormRope: "norm_rope",
+    NormRopeBackward: "norm_rope_backward",
+    NormRopePair: "norm_rope_pair",
 }
 
 

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 from ropegraph.dtypes import DType, short
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import Op, RopePair, op_name
+from ropegraph.ir.ops import NormRope, NormRopeBackward, Op, Pair, op_name
 
 # Printed even where they have their default: what folding moves must always be seen.
-_ALWAYS = ("output_scale", "attn_scale")
+_ALWAYS = ("output_scale", "attn_scale", "epsilon")
 
 
 def print_graph(graph: Graph) -> str:
@@ -26,8 +26,11 @@ def print_graph(graph: Graph) -> str:
 
 def describe(attrs: Op) -> list[str]:
     """The attributes that differ from their defaults, and the scales, as ``name=value``."""
-    if isinstance(attrs, RopePair):
-        return [f"[{'; '.join(describe(part))}]" for part in attrs.parts]
+    if isinstance(attrs, Pair):
+        return [f"[{'; '.join(describe(part)) or op_name(part)}]" for part in attrs.parts]
+    if isinstance(attrs, (NormRope, NormRopeBackward)):
+        both = [*describe(attrs.norm), *describe(attrs.rope)]
+        return both if attrs.norm_first else [*both, "norm_first=False"]
     texts: list[str] = []
     for f in fields(attrs):
         value = getattr(attrs, f.name)

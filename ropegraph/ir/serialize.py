@@ -21,8 +21,10 @@ _CLASSES: dict[str, type[Any]] = {
     for cls in (
         graph.Graph, graph.Node, graph.Value,
         ops.Rope, ops.RopeBackward, ops.RopeFreqsGrad, ops.RopePair, ops.Sdpa, ops.SdpaBackward,
-        ops.Scale, ops.Sum, ops.Matmul, ops.SplitQkv, ops.JoinQkv,
+        ops.CacheWrite, ops.Scale, ops.Sum, ops.Matmul, ops.SplitQkv, ops.JoinQkv,
         ops.MlaKvRope, ops.MlaKvRopeBackward,
+        ops.RmsNorm, ops.RmsNormBackward,
+        ops.NormRope, ops.NormRopeBackward, ops.NormRopePair,
         score_mod.ScoreProgram, score_mod.Instruction, score_mod.Ref, score_mod.Port,
         contract.FoldContract, contract.FoldEntry, contract.Turn,
     )

@@ -8,15 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ropegraph.errors import GraphError
+from ropegraph.ir.cache import written_cache
 from ropegraph.ir.graph import merged_ports
 from ropegraph.ir.mla import infer_mla, infer_mla_backward
+from ropegraph.ir.norm import infer_norm, infer_norm_backward, infer_norm_rope
 from ropegraph.ir.ops import (
     Attention,
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -43,6 +51,8 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
     match attrs:
         case Rope():
             check_rotation(where, attrs, "input", dims)
+            if "cache" in dims:
+                return {"output": written_cache(where, "input", dims)}
             return {"output": written_dim(where, attrs, "input", dims["input"])}
         case RopeBackward():
             check_rotation(where, attrs, "dY", dims)
@@ -52,7 +62,9 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             written = written_dim(where, attrs, "input", dims["input"])
             _same(where, "dY", dims["dY"], "input", written)
             return {"dfreqs": dims["freqs"]}
-        case RopePair(parts):
+        case CacheWrite():
+            return {"output": written_cache(where, "input", dims)}
+        case RopePair(parts) | NormRopePair(parts):
             outputs: dict[str, Dim] = {}
             for i, part in enumerate(parts):
                 own = infer(name, part, merged_ports(dims, i))
@@ -89,6 +101,12 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
             return infer_mla(where, attrs, dims)
         case MlaKvRopeBackward():
             return infer_mla_backward(where, attrs, dims)
+        case RmsNorm():
+            return infer_norm(where, dims)
+        case RmsNormBackward():
+            return infer_norm_backward(where, dims)
+        case NormRope() | NormRopeBackward():
+            return infer_norm_rope(where, attrs, dims)
 
 
 def _matmul(where: str, attrs: Matmul, a: Dim, b: Dim) -> Dim:

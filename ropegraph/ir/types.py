@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from ropegraph.dtypes import FLOATS, INDEX, DType, short, wider
 from ropegraph.errors import GraphError
 from ropegraph.ir.mla import check_mla_dtypes, mxfp8_dtypes
+from ropegraph.ir.norm import check_norm_dtypes
 from ropegraph.ir.ops import (
     MXFP8_PORTS,
     POSITION_PORTS,
     MlaKvRope,
     MlaKvRopeBackward,
+    Norm,
     Op,
-    RopePair,
+    Pair,
+    RmsNormBackward,
     SdpaBackward,
     op_name,
 )
@@ -22,8 +25,9 @@ from ropegraph.ir.ops import (
 _INTEGER = (
     "seq_len_q", "seq_len_kv", "seed", "offset", "ragged_offset",
     "paged_attention_k_table", "paged_attention_v_table", *POSITION_PORTS,
+    "cache_positions",
 )  # fmt: skip
-_SINGLE = ("freqs", "inv_freq", "sink_token", "stats")
+_SINGLE = ("freqs", "inv_freq", "sink_token", "stats", "inv_variance")
 _TABLES = ("cos", "sin", "cos_sin")
 _SAME_AS_FIRST = ("q", "k", "v", "o", "dO", "dY", "k_rope", "dValue", "B")
 
@@ -32,7 +36,7 @@ def default_dtype(port: str, io: DType, first: DType) -> DType:
     """The type of an input that declares none. first: the type at the node's first port."""
     if port in _INTEGER:
         return DType.INT32
-    if port in ("stats", "sink_token", "attn_scale"):
+    if port in ("stats", "sink_token", "attn_scale", "inv_variance"):
         return wider(first)
     if port in (*_SINGLE, *_TABLES) or port.startswith("score_mod."):
         return DType.FLOAT
@@ -42,7 +46,7 @@ def default_dtype(port: str, io: DType, first: DType) -> DType:
 def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
     """Raise GraphError naming node, port and type if an input has a type the op cannot read."""
     where = f"{op_name(attrs)} {name!r}"
-    if isinstance(attrs, RopePair):
+    if isinstance(attrs, Pair):
         return
     first_port, first = next(iter(dtypes.items()))
     for port, dtype in dtypes.items():
@@ -75,13 +79,19 @@ def check_dtypes(name: str, attrs: Op, dtypes: Mapping[str, DType]) -> None:
         )
     if isinstance(attrs, (MlaKvRope, MlaKvRopeBackward)):
         check_mla_dtypes(where, attrs, dtypes)
+    if isinstance(attrs, Norm):
+        check_norm_dtypes(where, dtypes)
 
 
 def output_dtype(attrs: Op, port: str, dtypes: Mapping[str, DType]) -> DType:
     """The type of an output that declares none: that of the data, or fp32 / fp64 for statistics."""
     first = next(iter(dtypes.values()))
-    if port == "Stats":
+    if "cache" in dtypes:
+        return dtypes["cache"]
+    if port in ("Stats", "inv_variance"):
         return wider(first)
+    if isinstance(attrs, RmsNormBackward):
+        return dtypes["input" if port == "DX" else "scale"]
     if isinstance(attrs, SdpaBackward) and port in ("dBias", "dSink_token"):
         return dtypes["bias" if port == "dBias" else "sink_token"]
     if port == "dfreqs":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ropegraph.errors import GraphError, InternalError
-from ropegraph.ir.graph import Graph
+from ropegraph.ir.cache import writes_cache
+from ropegraph.ir.graph import Graph, is_in_place, singles
 from ropegraph.ir.shapes import infer
 
 # What is wrong, and the exception that told, if one did.
@@ -58,6 +59,10 @@ def _broken_nodes(graph: Graph) -> Broken | None:
             return str(error), error
         except KeyError as error:
             return f"node {node.name!r} has no input at {error}", error
+        for single in filter(writes_cache, singles(node)):
+            cache, after = single.inputs["cache"], single.outputs["output"]
+            if not is_in_place(graph, cache, after):
+                return f"{single.name!r} writes {after!r}, which is not its cache {cache!r}", None
         for port, value in node.outputs.items():
             if port not in wanted:
                 return f"node {node.name!r} has no output {port}", None

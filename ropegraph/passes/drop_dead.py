@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Op, RopePair, Sdpa
+from ropegraph.ir.ops import Op, Pair, Sdpa
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 
@@ -25,8 +25,8 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
     }
     if not used:
         return Edit(removed=(node.name,), note="removed: nobody reads its outputs")
-    # A pair keeps both outputs: its launch writes both.
-    if isinstance(node.attrs, RopePair):
+    # A pair keeps its outputs: its launch writes them all.
+    if isinstance(node.attrs, Pair):
         return None
     if isinstance(node.attrs, Sdpa):
         used = {"O": node.outputs["O"], **used}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Graph, Node
 from ropegraph.ir.ops import (
     Attention,
@@ -138,6 +139,11 @@ def _why_not_value(graph: Graph, value: str, side: str, auto: bool) -> str | Non
         return (
             f"{value!r} is made by mla_kv_rope {producer.name!r}, which scales nothing (most of "
             'its channels are a copy of kv); fold="q" needs Q alone'
+        )
+    if producer is not None and writes_cache(producer):
+        return (
+            f"{value!r} is a cache that {producer.name!r} writes: what is kept there carries no "
+            'scale; fold="q" needs Q alone'
         )
     if producer is not None and not isinstance(producer.attrs, (Rope, Scale)):
         return f"{value!r} is not made by rope or scale but by {producer.name!r}"

@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward
+from ropegraph.ir.ops import ANGLE_PORTS, NormRope, NormRopeBackward, Rope, RopeBackward
 from ropegraph.passes.merge_rope_qk import merged
 from ropegraph.passes.rewrite import Decline, Edit, Rule
+
+_ROTATIONS = (Rope, RopeBackward, NormRope, NormRopeBackward)
 
 
 def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
@@ -28,7 +30,9 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
 
 
 def _angles(node: Node[Any]) -> list[str | None]:
-    return [node.inputs.get(port) for port in ANGLE_PORTS[node.attrs.angles]]
+    attrs = node.attrs
+    rope = attrs.rope if isinstance(attrs, (NormRope, NormRopeBackward)) else attrs
+    return [node.inputs.get(port) for port in ANGLE_PORTS[rope.angles]]
 
 
-merge_lone_ropes = Rule("merge-lone-ropes", root=(Rope, RopeBackward), apply=_apply)
+merge_lone_ropes = Rule("merge-lone-ropes", root=_ROTATIONS, apply=_apply)

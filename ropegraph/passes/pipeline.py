@@ -13,19 +13,24 @@ from ropegraph.passes.drop_dead import drop_dead
 from ropegraph.passes.fold_attn_scale import fold_attn_scale
 from ropegraph.passes.fold_inv_ln2 import fold_inv_ln2
 from ropegraph.passes.fold_scale_node import fold_scale_node
+from ropegraph.passes.fuse_norm_rope import fuse_norm_rope
+from ropegraph.passes.merge_cache_write import merge_cache_write
 from ropegraph.passes.merge_lone_ropes import merge_lone_ropes
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
 from ropegraph.passes.rewrite import Decision, Rule
 
 # The order is a decision: scale nodes go first, so that a rotation is seen behind them; 1/ln 2 goes
-# where attn_scale went; merging comes last, because a merged rotation folds no more.
+# where attn_scale went; fusing with norms and merging come last, because a merged rotation folds no
+# more.
 DEFAULT: tuple[Rule, ...] = (
     drop_dead,
     fold_scale_node,
     fold_attn_scale,
     fold_inv_ln2,
+    fuse_norm_rope,
     merge_rope_qk,
     merge_lone_ropes,
+    merge_cache_write,
 )
 
 # A backward graph is held against its forward as both were recorded: a scale node behind
@@ -35,6 +40,7 @@ BACKWARD: tuple[Rule, ...] = (
     fold_attn_scale,
     fold_inv_ln2,
     fold_scale_node,
+    fuse_norm_rope,
     merge_rope_qk,
     merge_lone_ropes,
 )

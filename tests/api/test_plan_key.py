@@ -89,6 +89,7 @@ def integers(*dim: int, dtype: torch.dtype = torch.int32) -> Make:
     return Make(lambda r: r.g.tensor(dim, data_type=dtype))
 
 
+CACHE = Make(lambda r: r.g.tensor([B, H, S, D]))
 INV_FREQ = Make(lambda r: r.g.tensor([D // 2], data_type=torch.float32))
 TABLES = {"freqs": None, "cos": table(), "sin": table()}
 PADDED = {"use_padding_mask": True, "seq_len_q": tensor("len_q"), "seq_len_kv": tensor("len_kv")}
@@ -148,6 +149,8 @@ ROPE = {
     "start_positions, int64": {"start_positions": integers(B, dtype=torch.int64)},
     "cp_size": {"freqs": table(rows=2 * S), "cp_size": 2},
     "cp_rank": {"freqs": table(rows=2 * S), "cp_size": 2, "cp_rank": 1},
+    "cache": {"cache": CACHE, "cache_positions": integers(B)},
+    "cache_positions": {"cache": CACHE, "cache_positions": integers(B, dtype=torch.int64)},
 }
 # "cu_seqlens" needs a batch of 1.
 ROPE_NOT = {"input", "name", "compute_data_type", "cu_seqlens", "head_groups", "fe_arguments"}

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 import ropegraph as rg
+from ropegraph.compile import lower
+from ropegraph.ir.ops import RopePair
+from ropegraph.lowering.engine import Device
 from ropegraph.testing import oracle
 
 F64 = torch.float64
@@ -181,6 +184,50 @@ def test_in_place_asked_for_with_a_fold() -> None:
     grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
     (wanted,) = torch.autograd.grad(exact(case, leaf), leaf, d_o)
     torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["groups", "groups, sbhd"])
+def test_in_place_with_heads_in_two_levels(name: str) -> None:
+    """No strides merge the heads of Q: it is rotated where it lies, for who reads qkv."""
+    case = layout(name)
+    qkv = case.qkv.clone()
+    g = rg.pygraph(io_data_type=F64)
+    q, _, _ = g.qkv_rope(
+        g.tensor_like(qkv, name="qkv"), g.tensor_like(freqs(), name="freqs"), split=case.split,
+        q_output_scale=0.3, in_place=True,
+    )  # fmt: skip
+    assert q.get_dim() == [B, 2, 3, S, D]
+    run(g, {"qkv": qkv, "freqs": freqs()})
+    turn = freqs()[:, 0, 0, : D // 2].double()
+    (q0, k0, v0), (q1, k1, v1) = case.parts(case.qkv), case.parts(qkv)
+    torch.testing.assert_close(q1, 0.3 * oracle.rope(q0, turn), rtol=0, atol=1e-12)
+    torch.testing.assert_close(k1, oracle.rope(k0, turn), rtol=0, atol=1e-12)
+    assert torch.equal(v1, v0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_one_launch_of_the_kernel(name: str) -> None:
+    """Forward, backward and in place, planned for a GPU that need not be here."""
+    case = layout(name)
+    qkv, device = case.qkv.bfloat16(), Device("cuda", 0, 90)
+
+    def rotated(*, in_place: bool) -> rg.pygraph:
+        g = rg.pygraph(io_data_type=torch.bfloat16)
+        t = g.tensor_like(qkv, name="qkv"), g.tensor_like(freqs(), name="freqs")
+        made = g.qkv_rope(*t, split=case.split, in_place=in_place, name="turn")
+        for x, n in zip(made, "qkv" if not in_place else "", strict=False):
+            x.set_output(True).set_name(f"{n}_out")
+        return g
+
+    g = rotated(in_place=False)
+    back = g.backward_graph(["q_out", "k_out", "v_out"], ["qkv"])
+    one_copy = ["turn_split"], ["turn_split_backward"]  # V where it is bound, dV
+    for graph, others in zip((g, back, rotated(in_place=True)), (*one_copy, []), strict=True):
+        steps = lower(graph._look(), device, None).plan.steps
+        kernels = [step.node for step in steps if step.engine == "cuda.rope"]
+        assert len(kernels) == 1
+        assert isinstance(kernels[0].attrs, RopePair)
+        assert [step.name for step in steps if step.engine != "cuda.rope"] == others
 
 
 def test_in_place_is_refused_where_it_would_do_harm() -> None:

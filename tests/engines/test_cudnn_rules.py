@@ -104,6 +104,10 @@ CASES = (
     Case("rules.layout", fwd(values={"v": packed("v", (2, 2, 264, 64),
                                                  stride=(34848, 17424, 66, 1))}),
          "v has stride 66 along axis 2: 132 bytes, not a multiple of 16"),
+    Case("rules.layout", fwd(values={
+        "qkv": packed("qkv", (2, 264, 4, 64)),
+        "k": packed("k", (2, 2, 264, 64), within="qkv", start=4)}),
+         "k starts 8 bytes into 'qkv', not a multiple of 16"),
     Case("rules.layout", bwd(values={"dQ": packed("dQ", (2, 4, 200, 64),
                                                   stride=(51204, 12800, 64, 1))}),
          "dQ has stride 51204 along axis 0"),

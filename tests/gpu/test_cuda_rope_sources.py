@@ -8,6 +8,11 @@ from torch import Tensor
 
 from tests.gpu.test_cuda_rope import build, on_gpu, stream
 from tests.kernels.cases import Case, Run
+from tests.kernels.test_host_cache import (  # noqa: F401
+    test_a_part_alone_and_a_pair,
+    test_three_parts_in_one_launch,
+)
+from tests.kernels.test_host_groups import test_forward_adjoint_and_in_place  # noqa: F401
 from tests.kernels.test_host_numerics import (  # noqa: F401
     test_exact_angles_are_within_a_unit_of_fp32,
     test_hugging_face_bit_for_bit,

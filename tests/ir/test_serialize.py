@@ -159,7 +159,7 @@ KINDS = {
     for module in (contract, graph, ops, score_mod)
     for cls in vars(module).values()
     if isinstance(cls, type) and is_dataclass(cls) and cls.__module__ == module.__name__
-} - {ops.Rotation, ops.Attention}  # bases, of which no node is made
+} - {ops.Rotation, ops.Attention, ops.Norm, ops.Pair}  # bases, of which no node is made
 
 
 def changes(thing: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -6,11 +6,18 @@ from ropegraph.dtypes import DType
 from ropegraph.ir.contract import FoldContract, FoldEntry, Turn
 from ropegraph.ir.graph import Graph
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
+    RopeBackward,
     RopeFreqsGrad,
     RopePair,
     Sdpa,
@@ -112,9 +119,30 @@ def zoo() -> Graph:
     b.node("mla", MlaKvRope(32, "mxfp8"), ports, {"key_row": "mla_row", "value_row": "mla_value"})
     b.tensor("dkey", 2, 3, 32, 64)
     b.node("mla_b", MlaKvRopeBackward(32, 64), {"dKey": "dkey", **tables}, {"dKV": "dkv"})
-    outputs = ("o", "product", "dqkv", "dq", "dv", "dfreqs", "mla_row", "mla_value", "dkv")
+    b.tensor("cache", 2, 3, 9, 4), b.tensor("rows", 2, dtype=DType.INT32)
+    ports = {"input": "v", "cache": "cache", "cache_positions": "rows"}
+    b.node("write", CacheWrite(), ports, {"output": "cached"})
+    b.tensor("w", 1, 1, 1, 8, dtype=DType.FLOAT), b.tensor("w_all", 1, 2, 1, 8)
+    b.node("norm", RmsNorm(epsilon=1e-5), {"input": "k", "scale": "w_all"}, {"Y": "k_norm"})
+    ports = {"input": "k", "scale": "w", "freqs": "freqs"}
+    first = NormRope(RmsNorm(True), Rope(8, 0, output_scale=0.7), True, ("norm_a", "rope_a"))
+    second = NormRope(RmsNorm(), Rope(8, 0), True, ("norm_b", "rope_b"))
+    b.node("fused", second, ports, {"output": "k_fused", "inv_variance": "k_inverse"})
+    b.node(
+        "two",
+        NormRopePair((first, replace(second, norm_first=False)), ("a", "b")),
+        {f"{port}{i}": v for port, v in ports.items() for i in (0, 1)},
+        {"output0": "k_0", "output1": "k_1"},
+    )
+    ports = {"input": "k_norm", "scale": "w", "inv_variance": "k_inverse"}
+    gradient = NormRopeBackward(RmsNormBackward(), RopeBackward(8, 0), False, ("n", "r"))
+    b.node("fused_b", gradient, {"dY": "k_fused", **ports, "freqs": "freqs"}, {"dX": "dk_fused"})
+    b.node("norm_b", RmsNormBackward(True), {"grad": "k_1", **ports}, {"Dscale": "dw"})
+    outputs = ("k_0", "dk_fused", "dw", "o", "product", "dqkv", "dq", "dv", "dfreqs")
+    outputs += ("cached", "mla_row", "mla_value", "dkv")
     g = b.graph(*outputs, saved=["q_rot", "stats"], name="zoo")
     values = {n: replace(v, dtype=DType.HALF) if n == "dv" else v for n, v in g.values.items()}
     part = replace(values["v_part"], stride=(200, 4, 40, 1), within="qkv", start=32)
     values["v_part"] = part
+    values["cached"] = replace(values["cached"], within="cache")
     return replace(g, values=values)

@@ -2,7 +2,8 @@
 
 Needs CuPy and Triton. Times are medians of triton.testing.do_bench, which clears the L2 before each
 run: device time by CUDA events, one launch at a time. --sources leaves out what does not concern
-sources of angles and positions. With --render it prints such a record as Markdown.
+sources of angles and positions, --fused in its place what concerns neither caches nor QKV packed by
+groups. With --render it prints such a record as Markdown.
 tests/gpu/test_cuda_rope.py checks what is timed here.
 """
 
@@ -238,10 +239,16 @@ def main(arguments: Sequence[str]) -> None:
     import cupy
     import triton
 
+    from tests.kernels.bench_fused import fused
     from tests.kernels.bench_sources import sources
 
     torch.manual_seed(0)
-    rows = sources() if "--sources" in arguments else shapes() + kinds() + sources()
+    if "--fused" in arguments:
+        rows = fused()
+    elif "--sources" in arguments:
+        rows = sources()
+    else:
+        rows = shapes() + kinds() + sources() + fused()
     small = pair(data(1, 256, 32, 128, "bshd"), data(1, 256, 8, 128, "bshd"), Rope(128, 0))
     record = {
         "date": time.strftime("%Y-%m-%d"),

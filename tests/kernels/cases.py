@@ -11,12 +11,12 @@ from ropegraph.engines.cuda_rope.job import parts_of
 from ropegraph.engines.cuda_rope.kind import ports_of
 from ropegraph.engines.reference import Reference
 from ropegraph.ir.graph import Node, Value
-from ropegraph.ir.ops import Rope, RopeBackward, RopePair
+from ropegraph.ir.ops import CacheWrite, Rope, RopeBackward, RopePair, Rotation
 from ropegraph.lowering.engine import Device, Step
 from ropegraph.testing.budget import rounding
 from ropegraph.testing.inputs import span
 
-Rotary = Rope | RopeBackward | RopePair
+Rotary = Rope | RopeBackward | CacheWrite | RopePair
 Run = Callable[[Sequence["Case"]], None]  # what the fixture ``run`` is
 
 
@@ -72,7 +72,7 @@ def case(op: Rotary, **tensors: Tensor | Ragged) -> Case:
         )  # fmt: skip
         add(port, bound.buffer, value)
     slots = {name: i for i, name in enumerate(values)}
-    outputs = [p for p in tensors if p.rstrip("01") in ("output", "dX")]
+    outputs = [p for p in tensors if p.rstrip("012") in ("output", "dX")]
     node = Node("turn", op, {p: p for p in tensors if p not in outputs}, {p: p for p in outputs})
     return Case(Step(node, values, "cuda.rope", slots), env)
 
@@ -106,12 +106,14 @@ def widened(tensor: Tensor) -> Tensor:
 
 def allowed(given: Case, port: str, want: Tensor) -> Tensor:
     """Half a unit of the written dtype, and a few units of fp32 at the size of the data."""
-    source = given.at(
-        {"output": "input", "dX": "dY"}[port.rstrip("01")] + port[len(port.rstrip("01")) :]
-    )
+    kind = port.rstrip("012")
+    suffix = port[len(kind) :]
+    source = given.at({"output": "input", "dX": "dY"}[kind] + suffix)
     finite = source.double()[torch.isfinite(source.double())].abs()
-    attrs = {suffix: part for part, suffix in parts_of(given.step)}[port[len(port.rstrip("01")) :]]
-    factor = abs(attrs.output_scale) * max(abs(attrs.attention_factor), 1.0)
+    attrs = {suffix: part for part, suffix in parts_of(given.step)}[suffix]
+    factor = 1.0
+    if isinstance(attrs, Rotation):
+        factor = abs(attrs.output_scale) * max(abs(attrs.attention_factor), 1.0)
     size = float(finite.max()) * factor if finite.numel() else 0.0
     return rounding(want, given.at(port).dtype) * (1 + 1e-6) + 6 * 2.0**-23 * size
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ropegraph.engines.cuda_rope.job import Job, jobs_of
 from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, launch_of
-from ropegraph.engines.cuda_rope.params import Params
+from ropegraph.engines.cuda_rope.params import JobParams, Params
 from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
 from ropegraph.lowering.engine import Step
@@ -136,7 +136,9 @@ def run(cases: Sequence[Case], where: Path) -> list[int]:
     data: list[bytes] = []
     written: list[Tensor] = []
     for case, launch, kernel in zip(cases, launches, wanted, strict=True):
-        record, stores = _record(kernels.index(kernel), launch, [*case.env, case.flag])
+        has_third = kernel[0].cache is not None
+        tensors = [*case.env, case.flag]
+        record, stores = _record(kernels.index(kernel), launch, tensors, has_third=has_third)
         data.append(record)
         written += stores
     (where / "in").write_bytes(_numbers(len(data)) + b"".join(data))
@@ -149,8 +151,13 @@ def run(cases: Sequence[Case], where: Path) -> list[int]:
     return [function for _, function in wanted]
 
 
-def _record(nth: int, launch: Launch, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """A launch for the program, and the bytes of each storage it touches, in order."""
+def _record(
+    nth: int, launch: Launch, tensors: Sequence[Tensor], *, has_third: bool = True
+) -> tuple[bytes, list[Tensor]]:
+    """A launch for the program, and the bytes of each storage it touches, in order.
+
+    has_third: the kernel's Params has the third job.
+    """
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     stores = [torch.tensor([], dtype=torch.uint8).set_(s) for s in storages.values()]
     patches: list[int] = []
@@ -162,7 +169,8 @@ def _record(nth: int, launch: Launch, tensors: Sequence[Tensor]) -> tuple[bytes,
         for i, store in enumerate(stores):
             if 0 <= content - store.data_ptr() < max(store.numel(), 1):
                 patches += (word, i, content - store.data_ptr())
-    record = [_numbers(nth, *launch.grid, launch.threads, len(launch.params)), launch.params]
+    params = launch.params if has_third else launch.params[: -ctypes.sizeof(JobParams)]
+    record = [_numbers(nth, *launch.grid, launch.threads, len(params)), params]
     record.append(_numbers(len(stores)))
     for store in stores:
         content = ctypes.string_at(store.data_ptr(), store.numel())

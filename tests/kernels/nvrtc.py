@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ropegraph.engines.cuda_rope.mla import SOURCE as MLA_SOURCE
 from ropegraph.engines.cuda_rope.mla import MlaVariant
+from ropegraph.engines.cuda_rope.norm import NormVariant
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
 from tests.kernels.host import cuda_headers
 from tests.missing import missing
@@ -40,7 +42,7 @@ def load() -> ctypes.CDLL:
 
 
 def compile_variant(
-    variant: Variant | MlaVariant, arch: str, path: Path = SOURCE
+    variant: Variant | MlaVariant | NormVariant, arch: str, path: Path = SOURCE
 ) -> dict[str, Resources]:
     """Machine code for ``arch``; the resources of each kernel by name.
 
@@ -52,6 +54,19 @@ def compile_variant(
     assert size.value > 0
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return {name: _resources(part) for name, part in _KERNEL.findall(log)}
+
+
+def cubin(variant: MlaVariant, arch: str) -> tuple[bytes, str]:
+    """Machine code with the option that CuPy adds, and what ptxas says of it."""
+    program, log = _compiled(
+        variant, MLA_SOURCE, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v"
+    )
+    nvrtc, size = load(), ctypes.c_size_t()
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw, log
 
 
 def ptx_as_cupy_makes_it(variant: Variant | MlaVariant, path: Path = SOURCE) -> str:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cuda_rope.mla import SOURCE, MlaVariant, Mode
+from ropegraph.engines.cuda_rope.mla import SOURCE, TUNED, MlaVariant, Mode
 from tests.kernels.nvrtc import compile_variant
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -14,12 +14,16 @@ DTYPES = (DType.BFLOAT16, DType.HALF, DType.FLOAT)
 
 
 def variants(mode: Mode) -> list[MlaVariant]:
-    if mode is Mode.MXFP8:
-        return [MlaVariant(mode, DType.BFLOAT16, t, vec) for t in TABLES for vec in (8, 1)]
-    usual = itertools.product(DTYPES, TABLES)
-    return [MlaVariant(mode, d, t, 16 // d.itemsize) for d, t in usual] + [
-        MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, vec) for vec in (4, 2, 1)
-    ]
+    found: list[MlaVariant] = []
+    for tuning in (TUNED[mode, "heads"], TUNED[mode, "tokens"]):
+        if mode is Mode.MXFP8:
+            vecs = sorted({tuning.vec, 8, 1})
+            found += [MlaVariant(mode, DType.BFLOAT16, t, v, tuning) for t in TABLES for v in vecs]
+            continue
+        usual = itertools.product(DTYPES, TABLES)
+        found += [MlaVariant(mode, d, t, 16 // d.itemsize, tuning) for d, t in usual]
+        found += [MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, vec, tuning) for vec in (4, 2, 1)]
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -31,7 +35,7 @@ def test_compiles_without_spills(mode: Mode, arch: str, record_property) -> None
         found = compile_variant(variant, arch, SOURCE)
         assert set(found) == ({"mla_any", "mla_vector"} if variant.vec > 1 else {"mla_any"})
         for name, resources in found.items():
-            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            record_property(f"{arch} {name} {' '.join(variant.options)}", str(resources))
             assert not resources.shared
             assert not resources.spill, f"{name}, {variant} on {arch}: {resources}"
             assert resources.registers <= 168, f"{name}, {variant} on {arch}: {resources}"

@@ -56,7 +56,8 @@ def mixed() -> Iterator[tuple[str, Variant]]:
         kind = Kind(read, written, *layout, full)
         if index is not None:
             kind = replace(kind, sequences="ragged", index=index)
-        yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4)
+        groups = index is None and i // 4 % 2 == 1
+        yield ARCHS[i % 4], Variant(kind, passes, vec, angles, 1 if i % 3 else 4, groups)
 
 
 def placed() -> Iterator[tuple[str, Variant]]:
@@ -78,7 +79,26 @@ def placed() -> Iterator[tuple[str, Variant]]:
         yield ARCHS[i % 4], Variant(kind, passes, vec, min(vec, 1 << i % 4), 4 if i % 3 else 1)
 
 
-@pytest.mark.parametrize("plan", [usual, mixed, placed])
+def cached() -> Iterator[tuple[str, Variant]]:
+    """Into caches: what decoding takes, every type of rows, and what turns nothing at all."""
+    plain = Kind(DType.BFLOAT16, DType.BFLOAT16)
+    starts = replace(plain, position="chunks")
+    ids = Kind(
+        DType.HALF, DType.HALF, True, True, source="tables", table=DType.HALF, position="ids",
+        id=DType.INT64,
+    )  # fmt: skip
+    exact = Kind(DType.FLOAT, DType.BFLOAT16, source="exact", position="chunks")
+    for arch, kind, passes, vec, groups, cache in (
+        ("sm_90", starts, True, 8, False, DType.INT32),
+        ("sm_100", starts, False, 8, False, DType.INT64),
+        ("sm_80", ids, True, 8, True, DType.INT64),
+        ("sm_120", exact, True, 4, False, DType.INT32),
+        ("sm_90", plain, True, 8, False, DType.INT32),
+    ):
+        yield arch, Variant(kind, passes, vec, 2, 4, groups, cache)
+
+
+@pytest.mark.parametrize("plan", [usual, mixed, placed, cached])
 def test_compiles_without_spills(
     plan: Callable[[], Iterator[tuple[str, Variant]]],
     record_property: Callable[[str, object], None],
@@ -88,7 +108,7 @@ def test_compiles_without_spills(
         expected = {"rope_any", "rope_vector"} if variant.vec > 1 else {"rope_any"}
         assert set(found) == expected, f"{variant} on {arch}"
         for name, resources in found.items():
-            record_property(f"{arch} {name} {' '.join(variant.options)}", resources)
+            record_property(f"{arch} {name} {' '.join(variant.options)}", str(resources))
             assert not resources.shared, f"{name}, {variant} on {arch}: {resources}"
         if variant.vec > 1:
             fast = found["rope_vector"]
@@ -98,18 +118,18 @@ def test_compiles_without_spills(
 
 def test_the_plans_name_every_value_of_every_macro() -> None:
     seen: dict[str, set[str]] = {}
-    for _, variant in itertools.chain(usual(), mixed(), placed()):
+    for _, variant in itertools.chain(usual(), mixed(), placed(), cached()):
         for name, value in variant.macros.items():
             seen.setdefault(name, set()).add(value)
     types = {"__nv_bfloat16", "__half", "float"}
     assert seen["ROPE_IN"] == types
     assert seen["ROPE_OUT"] == types
     assert seen["ROPE_TABLE"] == types
-    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS"):
+    for flag in ("READ_PAIRS", "WRITE_PAIRS", "FULL", "PASS", "GROUPS", "CACHE"):
         assert seen[f"ROPE_{flag}"] == {"0", "1"}
     for choice in ("POSITION", "SEQUENCES", "NUMERICS"):
         assert seen[f"ROPE_{choice}"] == {"0", "1", "2"}
     assert seen["ROPE_SOURCE"] == {"0", "1", "2", "3"}
-    assert seen["ROPE_INDEX"] == seen["ROPE_ID"] == {"int", "long long"}
+    assert seen["ROPE_INDEX"] == seen["ROPE_ID"] == seen["ROPE_ROW"] == {"int", "long long"}
     assert seen["ROPE_VEC"] == {"1", "2", "4", "8"}
     assert seen["ROPE_ANGLES"] == {"1", "2", "4", "8"}

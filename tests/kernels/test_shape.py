@@ -8,7 +8,7 @@ from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope import shape
 from ropegraph.engines.cuda_rope.job import Four, Job, Side, Table
 from ropegraph.engines.cuda_rope.kind import Kind
-from ropegraph.engines.cuda_rope.params import JobParams, job_word
+from ropegraph.engines.cuda_rope.params import JobParams, Params, job_word
 from ropegraph.engines.cuda_rope.shape import Split, grid_of, shape_of, widest_vector
 
 BF16, F32 = DType.BFLOAT16, DType.FLOAT
@@ -110,7 +110,7 @@ def test_strides_are_words_of_8_bytes() -> None:
     for field in ("x_b", "x_h", "x_s", "x_d", "y_b", "y_h", "y_s", "y_d", "angle_b", "angle_s"):
         assert getattr(JobParams, field).size == 8
         assert getattr(JobParams, field).offset % 8 == 0
-    assert job_word(1, "x") * 8 == JobParams.scale.offset + 4
+    assert job_word(1, "x") * 8 == Params.jobs.offset + JobParams.scale.offset + 4
 
 
 def test_quotients_by_multiplication() -> None:

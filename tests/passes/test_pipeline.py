@@ -95,7 +95,7 @@ def test_what_the_caller_binds_stays(name: str, settings: dict[str, Any]):
 
 
 def test_scale_nodes_are_folded_before_attn_scale():
-    assert nodes(pipeline.run(of("scale nodes and a dead one", {"fold": "q"}))[-3].graph) == [
+    assert nodes(pipeline.run(of("scale nodes and a dead one", {"fold": "q"}))[-4].graph) == [
         "q_rot = rope 'rope_q' (input=q, freqs=freqs, output_scale=0.375)",
         "k_rot = rope 'rope_k' (input=k, freqs=freqs, output_scale=0.25)",
         "o* = sdpa 'attn' (q=q_rot, k=k_rot, v=v, attn_scale=1)",
@@ -110,11 +110,13 @@ def test_the_trace_holds_the_graph_after_each_pass():
         "fold-scale-node",
         "fold-attn-scale",
         "fold-inv-ln2",
+        "fuse-norm-rope",
         "merge-rope-qk",
         "merge-lone-ropes",
+        "merge-cache-write",
     ]
     assert trace[0].graph == forward().graph("o")
-    assert [len(t.graph.nodes) for t in trace] == [3, 3, 3, 3, 3, 2, 2]
+    assert [len(t.graph.nodes) for t in trace] == [3, 3, 3, 3, 3, 3, 2, 2, 2]
     assert [d.applied for t in trace for d in t.decisions] == [True, True]
 
 

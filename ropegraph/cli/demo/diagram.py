@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Attention, Op, RopePair, Rotation, op_name
+from ropegraph.ir.ops import Attention, CacheWrite, Op, RopePair, Rotation, op_name
 
 
 def flowchart(graph: Graph) -> str:
@@ -38,7 +38,8 @@ def _results(graph: Graph, node: Node[Op]) -> list[str]:
 def _scales(attrs: Op) -> str:
     match attrs:
         case RopePair(parts):
-            return "output_scale=" + ", ".join(f"{part.output_scale:.6g}" for part in parts)
+            turned = [part for part in parts if not isinstance(part, CacheWrite)]
+            return "output_scale=" + ", ".join(f"{part.output_scale:.6g}" for part in turned)
         case Rotation():
             return f"output_scale={attrs.output_scale:.6g}"
         case Attention():

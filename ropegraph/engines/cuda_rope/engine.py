@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ropegraph.dtypes import INDEX, DType, short
-from ropegraph.engines.cuda_rope.job import parts_of
+from ropegraph.engines.cuda_rope.job import Part, parts_of
 from ropegraph.engines.cuda_rope.kind import kind_of, ports_of
 from ropegraph.engines.cuda_rope.mla import MLA, why_not_mla
+from ropegraph.engines.cuda_rope.norm import NORMS, rotation_steps, why_not_norm
+from ropegraph.engines.cuda_rope.params import MOST_JOBS
 from ropegraph.ir.graph import Value
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
+    CACHE_PORTS,
     POSITION_PORTS,
+    CacheWrite,
     Op,
     Rope,
     RopeBackward,
     RopePair,
     Rotation,
 )
+from ropegraph.ir.rotation_shapes import merged_heads
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
@@ -25,11 +32,13 @@ _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 class CudaRope:
     """Rotary kernels built by CuPy: every layout and stride, fp16, bf16 and fp32, sm_80 and newer.
 
-    Q and K of a RopePair take one launch, and so do the outputs of an MlaKvRope.
+    The parts of a RopePair take one launch, and so do the outputs of an MlaKvRope, and Q and K with
+    a norm before or after the rotation. Where the gradient of a norm's weight is wanted, a second,
+    small launch in the same step adds that up.
     """
 
     name = "cuda.rope"
-    ops: tuple[type[Op], ...] = (Rope, RopeBackward, RopePair, *MLA)
+    ops: tuple[type[Op], ...] = (Rope, RopeBackward, CacheWrite, RopePair, *MLA, *NORMS)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can. Cheap: imports nothing, touches no GPU."""
@@ -40,10 +49,16 @@ class CudaRope:
             broken.append(f"needs sm_80 or newer, this is sm_{device.sm}")
         if isinstance(step.node.attrs, MLA):
             return (*broken, *why_not_mla(step))
-        for attrs, suffix in parts_of(step):
-            broken += _attributes(attrs)
-            broken += _ports(step, attrs, suffix)
-        broken += _pair(step)
+        is_normed = isinstance(step.node.attrs, NORMS)
+        rotations = rotation_steps(step) if is_normed else [step]
+        for one in rotations:
+            for attrs, suffix in parts_of(one):
+                if isinstance(attrs, Rotation):
+                    broken += _attributes(attrs)
+                broken += _ports(one, attrs, suffix)
+        broken += _pair(rotations)
+        if is_normed:
+            broken += why_not_norm(step)
         return tuple(dict.fromkeys(broken))
 
     def compile(self, step: Step, device: Device) -> Executable:
@@ -52,6 +67,10 @@ class CudaRope:
             from ropegraph.engines.cuda_rope.mla_launch import build_mla
 
             return build_mla(step, device)
+        if isinstance(step.node.attrs, NORMS):
+            from ropegraph.engines.cuda_rope.norm_kernels import build_norm
+
+            return build_norm(step, device)
         from ropegraph.engines.cuda_rope.kernels import build
 
         return build(step, device)
@@ -72,10 +91,12 @@ def _attributes(attrs: Rotation) -> list[str]:
     return broken
 
 
-def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
+def _ports(step: Step, attrs: Part, suffix: str) -> list[str]:
     read, written = ports_of(attrs, suffix)
-    tables = tuple(port + suffix for port in ANGLE_PORTS[attrs.angles])
-    known = {read, written, *tables, *(port + suffix for port in POSITION_PORTS)}
+    names = () if isinstance(attrs, CacheWrite) else ANGLE_PORTS[attrs.angles]
+    tables = tuple(port + suffix for port in names)
+    others = (*POSITION_PORTS, *CACHE_PORTS)
+    known = {read, written, *tables, *(port + suffix for port in others)}
     broken = [
         f"{port} is not read by the kernel"
         for port in step.node.inputs
@@ -85,7 +106,7 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     for port, value in values.items():
         if value.dtype not in _SERVED:
             broken.append(f"{port} is {short(value.dtype)}, not fp16, bf16 or fp32")
-        if any(n >= _LIMIT for n in value.dim):
+        if any(n >= _LIMIT for n in merged_heads(value.dim)):
             broken.append(f"{port} {list(value.dim)} has an extent of 2^30 or more")
     broken += [
         f"{port} is passed by value"
@@ -94,11 +115,11 @@ def _ports(step: Step, attrs: Rotation, suffix: str) -> list[str]:
     ]
     for port in tables:
         dtype = step.value(port).dtype
-        if attrs.angles in ("freqs", "inv_freq") and dtype is not DType.FLOAT:
+        if port.startswith(("freqs", "inv_freq")) and dtype is not DType.FLOAT:
             broken.append(f"{port} is {short(dtype)}, not fp32")
         elif dtype not in _SERVED:
             broken.append(f"{port} is {short(dtype)}, not fp16, bf16 or fp32")
-    for name in POSITION_PORTS:
+    for name in (*POSITION_PORTS, "cache_positions"):
         if step.has(port := name + suffix) and step.value(port).dtype not in INDEX:
             broken.append(f"{port} is {short(step.value(port).dtype)}, not int32 or int64")
     return broken + _ragged(step, values[read], values[written], "cu_seqlens" + suffix)
@@ -111,6 +132,8 @@ def _ragged(step: Step, x: Value, y: Value, bounds: str) -> list[str]:
     if x.ragged_offset != y.ragged_offset or x.ragged_multiplier != y.ragged_multiplier:
         return [f"{x.name!r} and {y.name!r} lie at different ragged offsets"]
     broken: list[str] = []
+    if len(x.dim) == 5 or len(y.dim) == 5:
+        broken.append(f"ragged {x.name!r} has its heads in two levels")
     if step.has(bounds):
         broken.append(f"{bounds} and ragged offsets both say where the sequences of {x.name!r} lie")
     if x.stride[2] != y.stride[2] or x.stride[2] < 1:
@@ -135,15 +158,29 @@ _ONE_OF = {
 }
 
 
-def _pair(step: Step) -> list[str]:
-    kinds = [kind_of(step, attrs, suffix) for attrs, suffix in parts_of(step)]
-    if len(kinds) < 2:
-        return []
+def _pair(steps: Sequence[Step]) -> list[str]:
+    """steps: each rotation's; one step where no norm stands beside it."""
+    parts = [(step, *part) for step in steps for part in parts_of(step)]
+    if len(parts) > MOST_JOBS:
+        return [f"{len(parts)} parts; one launch takes {MOST_JOBS}"]
+    rows = {
+        step.value("cache_positions" + suffix).dtype
+        for step, _, suffix in parts
+        if step.has("cache_positions" + suffix)
+    }
+    if len(parts) == MOST_JOBS and not rows:
+        return [f"{MOST_JOBS} parts of which none writes into a cache"]
+    # Parts that turn nothing share but their data types with the others.
+    turned = [kind_of(*part) for part in parts if not isinstance(part[1], CacheWrite)]
+    types = [kind_of(*part) for part in parts]
     broken: list[str] = []
     for names, text in _ONE_OF.items():
-        one, two = ([getattr(kind, name) for name in names] for kind in kinds)
-        if one != two:
-            broken.append(f"{text}: {_words(one)}; {_words(two)}")
+        kinds = types if "read" in names else turned
+        found = [[getattr(kind, name) for name in names] for kind in kinds]
+        if any(one != found[0] for one in found):
+            broken.append(f"{text}: {'; '.join(map(_words, found))}")
+    if len(rows) > 1:
+        broken.append("the pair takes cache_positions of two types")
     return broken
 
 

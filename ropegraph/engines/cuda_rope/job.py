@@ -7,19 +7,25 @@ from dataclasses import dataclass
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.kind import Kind, is_full, kind_of, ports_of
 from ropegraph.ir.graph import Value
-from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopePair, Rotation
+from ropegraph.ir.ops import ANGLE_PORTS, CacheWrite, Rope, RopeBackward, RopePair, Rotation
+from ropegraph.ir.rotation_shapes import merged_heads
 from ropegraph.lowering.engine import Step
 
 Four = tuple[int, int, int, int]
+Part = Rope | RopeBackward | CacheWrite
 
 
 @dataclass(frozen=True)
 class Side:
-    """A tensor [b, h, s, d] that is read or written.  stride: 0 where the extent is 1."""
+    """A tensor [b, h, s, d] that is read or written.  stride: 0 where the extent is 1.
+
+    group: where its heads lie in two levels, what each group before it adds to a head's place.
+    """
 
     slot: int
     dtype: DType
     stride: Four
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,16 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class CacheRows:
+    """The row of a cache where each batch entry's first one goes, ``last`` at most."""
+
+    slot: int
+    dtype: DType
+    batch: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Offsets:
     """Where ``count`` sequences start: [count + 1], in ``multiplier`` elements, or in tokens."""
 
@@ -58,17 +74,18 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Job:
-    """One rotation.  begin, pairs: channels [begin, begin + 2 pairs) turn.
+    """One rotation.  begin, pairs: channels [begin, begin + 2 pairs) turn, none in a CacheWrite.
 
     angles: those of the cosines where there are sines.  rows: positions that the tables have,
     0 for any.  is_adjoint: sines come from the partner's column, where each channel has its own.
     sign: of the sines.  factor, scale: of the channels that turn, of the others.
+    group_heads: heads of a group, where they lie in two levels.  cache: where y is one.
     """
 
     kind: Kind
     x: Side
     y: Side
-    angles: Table
+    angles: Table | None
     sines: Table | None
     rows: int
     positions: Positions | None
@@ -82,6 +99,8 @@ class Job:
     scale: float
     cp_size: int = 1
     cp_rank: int = 0
+    group_heads: int = 1
+    cache: CacheRows | None = None
 
     @property
     def passes(self) -> bool:
@@ -95,21 +114,48 @@ class Job:
     @property
     def is_watched(self) -> bool:
         """True if the kernel reads integers that may be wrong."""
-        return self.offsets is not None or bool(self.positions and self.rows)
+        reads_rows = self.offsets is not None or self.cache is not None
+        return reads_rows or bool(self.positions and self.rows)
 
 
-def parts_of(step: Step) -> list[tuple[Rope | RopeBackward, str]]:
-    """Each rotation of the step, with the suffix of its ports."""
+def parts_of(step: Step) -> list[tuple[Part, str]]:
+    """Each part of the step, with the suffix of its ports."""
     attrs = step.node.attrs
     if isinstance(attrs, RopePair):
         return [(part, str(i)) for i, part in enumerate(attrs.parts)]
-    assert isinstance(attrs, (Rope, RopeBackward))
+    assert isinstance(attrs, Part)
     return [(attrs, "")]
 
 
 def jobs_of(step: Step) -> tuple[Job, ...]:
-    """The one or two jobs of a step that the engine takes."""
-    return tuple(_job(step, attrs, suffix) for attrs, suffix in parts_of(step))
+    """The jobs of a step that the engine takes, one for each part."""
+    return tuple(
+        _write(step, attrs, suffix) if isinstance(attrs, CacheWrite) else _job(step, attrs, suffix)
+        for attrs, suffix in parts_of(step)
+    )
+
+
+def _write(step: Step, attrs: CacheWrite, suffix: str) -> Job:
+    """What goes into a cache as it is: none of its channels turns."""
+    read, written = ports_of(attrs, suffix)
+    return Job(
+        kind=kind_of(step, attrs, suffix),
+        x=_side(step, read),
+        y=_side(step, written),
+        angles=None,
+        sines=None,
+        rows=0,
+        positions=None,
+        offsets=None,
+        dim=_four(step.value(read).dim),
+        begin=0,
+        pairs=0,
+        is_adjoint=False,
+        sign=1.0,
+        factor=1.0,
+        scale=1.0,
+        cache=_cache(step, suffix),
+    )
 
 
 def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
@@ -127,7 +173,7 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
         rows=rows,
         positions=_positions(step, suffix),
         offsets=_offsets(step, x, suffix),
-        dim=_four(x.dim),
+        dim=_four(merged_heads(x.dim)),
         begin=attrs.rope_offset,
         pairs=attrs.rope_dim // 2,
         is_adjoint=is_adjoint,
@@ -136,6 +182,8 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
         scale=attrs.output_scale,
         cp_size=attrs.cp_size,
         cp_rank=attrs.cp_rank,
+        group_heads=next((v.dim[2] for v in (x, step.value(written)) if len(v.dim) == 5), 1),
+        cache=_cache(step, suffix),
     )
 
 
@@ -145,7 +193,11 @@ def _side(step: Step, port: str) -> Side:
     if value.ragged_offset is not None:
         # Tokens are laid out in strides of s whatever the number of positions of a sequence.
         stride = (0, stride[1], value.stride[2], stride[3])
-    return Side(step.slot(port), value.dtype, _four(stride))
+    group = 0
+    if len(stride) == 5:
+        b, of_groups, h, s, d = stride
+        stride, group = (b, h, s, d), of_groups - value.dim[2] * h
+    return Side(step.slot(port), value.dtype, _four(stride), group)
 
 
 def _table_ports(attrs: Rotation, suffix: str) -> tuple[str, ...]:
@@ -185,6 +237,14 @@ def _positions(step: Step, suffix: str) -> Positions | None:
     if step.has(port := "start_positions" + suffix):
         return Positions(step.slot(port), step.value(port).stride[0], 0)
     return None
+
+
+def _cache(step: Step, suffix: str) -> CacheRows | None:
+    if not step.has(port := "cache_positions" + suffix):
+        return None
+    rows, cache = step.value(port), step.value("cache" + suffix)
+    last = cache.dim[2] - step.value("input" + suffix).dim[2]
+    return CacheRows(step.slot(port), rows.dtype, rows.stride[0], last)
 
 
 def _offsets(step: Step, x: Value, suffix: str) -> Offsets | None:

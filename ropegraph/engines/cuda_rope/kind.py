@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ropegraph.dtypes import DType
-from ropegraph.ir.ops import ANGLE_PORTS, Numerics, RopeBackward, Rotation
+from ropegraph.ir.ops import ANGLE_PORTS, CacheWrite, Numerics, RopeBackward, Rotation
 from ropegraph.lowering.engine import Step
 
 Source = Literal["freqs", "tables", "inv_freq", "exact"]
@@ -63,7 +63,7 @@ class Kind:
         }
 
 
-def ports_of(attrs: Rotation, suffix: str) -> tuple[str, str]:
+def ports_of(attrs: Rotation | CacheWrite, suffix: str) -> tuple[str, str]:
     """The ports of what is read and what is written."""
     read, written = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
     return read + suffix, written + suffix
@@ -74,9 +74,11 @@ def is_full(attrs: Rotation) -> bool:
     return attrs.table_layout == "full" and not attrs.half_width and attrs.angles != "inv_freq"
 
 
-def kind_of(step: Step, attrs: Rotation, suffix: str) -> Kind:
-    """The kind of the rotation whose ports end in ``suffix``."""
+def kind_of(step: Step, attrs: Rotation | CacheWrite, suffix: str) -> Kind:
+    """The kind of the part whose ports end in ``suffix``."""
     read, written = (step.value(port) for port in ports_of(attrs, suffix))
+    if isinstance(attrs, CacheWrite):
+        return Kind(read.dtype, written.dtype)
     pairs = (attrs.interleaved, attrs.interleaved_output)
     read_pairs, write_pairs = pairs[::-1] if isinstance(attrs, RopeBackward) else pairs
     position, id_type = _position(step, attrs, suffix)

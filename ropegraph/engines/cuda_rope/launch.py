@@ -21,6 +21,7 @@ FAULTS = {
     2: "a ragged or packed sequence ends past its buffer",
     4: "a position lies outside of the table",
     8: "the length of a sequence is no multiple of 2 cp_size",
+    16: "cache_positions outside of the cache; their rows were not written",
 }
 
 
@@ -154,7 +155,7 @@ class RaggedLaunch(WatchedLaunch):
         kernel = self._patched(env)
         params = kernel.block.params
         most = 0
-        for job, target in zip(self.jobs, (params.first, params.second), strict=False):
+        for job, target in zip(self.jobs, params.jobs, strict=False):
             target.x_room, target.y_room = _room(env[job.x.slot]), _room(env[job.y.slot])
             target.offset_limit = max(target.x_room, target.y_room) // target.multiplier
             target.tokens = -(-target.y_room // job.x.stride[2])

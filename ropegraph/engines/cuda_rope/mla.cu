@@ -2,18 +2,21 @@
 //   key = kv[:n] and, for every head, the r turned channels of k_rope; value = kv[n:].
 // Pairs (2i, 2i + 1) are read, halves are written, each written channel has its own table column.
 //
-// Nearly all of it is copying. A warp takes a token and a few heads: it turns the shared channels
-// once, in registers, and stores them for all its heads. The adjoint gives one warp of each token
-// the sum over all heads. MXFP8 goes by tiles of 32 tokens and 64 channels, which a warp holds in
-// registers: blocks along channels and along tokens both lie in it, and a turned tile, quantized
-// once, is stored for several heads.
+// Nearly all of it is copying. A warp takes a few heads of a token, or of a few tokens: it turns
+// the shared channels once, in registers, and stores them for all its heads. The adjoint gives one
+// warp of each token the sum over all heads. MXFP8 goes by tiles of 32 tokens and 8 vectors, which
+// a warp holds in registers: blocks along channels and along tokens both lie in it, and a turned
+// tile, quantized once, is stored for several heads.
 //
 // Specialised at build by macros:
 //   MLA_MODE            0: forward, 1: forward to MXFP8, 2: the adjoint
 //   MLA_DATA, MLA_TABLE element types of data and tables
 //   MLA_VEC             elements a lane moves at once in mla_vector; 1 leaves mla_any alone
-//   MLA_FLIGHT          loads in flight a lane
+//   MLA_FLIGHT          loads in flight a lane: MLA_TOKENS tokens of so many heads
+//   MLA_SUM_FLIGHT      the same where heads are summed
+//   MLA_TOKENS          tokens a warp of mla_vector takes, 1, 2 or 4
 //   MLA_WARPS           warps a block
+//   MLA_RESIDENT        warps an SM at least; 0: as the compiler likes
 //
 // mla_any takes every base, stride and width. mla_vector takes what the host found to be aligned.
 
@@ -31,9 +34,10 @@ constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
 // A tensor [b, h, s, d]. Strides count elements, in 64 bits: a large outer stride takes an offset
-// past 2^31 in a small tensor. base: 0 for a tensor that nobody gave or wants.
+// past 2^31 in a small tensor. base: null for a tensor that nobody gave or wants; of a pointer the
+// compiler knows that it leads to global memory.
 struct Place {
-  unsigned long long base;
+  char* base;
   long long b, h, s, d;
 };
 
@@ -43,17 +47,29 @@ struct Table {
   long long s, d;
 };
 
-// The adjoint reads key and value, and writes kv and k_rope. MXFP8 writes key and value by rows.
-// A warp takes part_heads heads; parts of them make all heads. tokens_inner: consecutive warps take
-// consecutive tokens, else consecutive parts.
-struct Params {
-  Place kv, k_rope, key, value;
-  Place key_scale, key_column, key_column_scale;
-  Place value_scale, value_column, value_column_scale;
-  Table cos, sin;
-  int batch, heads, tokens, nope, v, half;
-  int part_heads, parts, tokens_inner, padding;
+// Key or value. MXFP8 writes the other three as well, and row is quantized by rows.
+struct Side {
+  Place row, row_scale, column, column_scale;
 };
+
+// The adjoint reads sides, key and value, and writes kv and k_rope.
+// A warp takes part_heads heads. Its work is one of `shares` of a tile of tokens. Warps go through
+// the tiles of a group first, then through shares, then through the batch_x batch entries that lie
+// along grid.x; grid.y and grid.z have the others.
+struct Params {
+  Place kv, k_rope;
+  Side side[2];
+  Table cos, sin;
+  // 2^64 / n, rounded up, 0 for 1: n is shares, batch_x; MXFP8: the tiles of a part, of a head.
+  unsigned long long shares_magic, batch_magic, inner_magic, each_magic;
+  int batch, heads, tokens, nope, v, half;
+  int part_heads, shares, batch_x, log_group;
+};
+
+// x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
+__device__ inline unsigned quotient(unsigned x, unsigned long long magic) {
+  return magic ? static_cast<unsigned>(__umul64hi(x, magic)) : x;
+}
 
 template <typename T>
 __device__ inline T* at(const Place& place, long long b, long long h, long long s, long long d) {
@@ -225,37 +241,36 @@ struct Seat {
   }
 };
 
-// Which token and heads a warp has. part == parts stands for the sum over all heads.
+// Which tile of tokens of which batch entry, and which share of it, a warp has.
 struct Work {
-  int b, token, part;
-  bool is_there;
+  int b, tile, share;
 
-  __device__ Work(const Params& p, int parts) {
+  __device__ Work(const Params& p) {
     const unsigned index = blockIdx.x * MLA_WARPS + threadIdx.x / kLanes;
-    b = blockIdx.z * gridDim.y + blockIdx.y;
-    const unsigned inner = p.tokens_inner ? p.tokens : parts;
-    const unsigned outer = index / inner;
-    token = p.tokens_inner ? index - outer * inner : outer;
-    part = p.tokens_inner ? outer : index - outer * inner;
-    is_there = b < p.batch && token < p.tokens && part < parts;
+    const unsigned shares = index >> p.log_group, entries = quotient(shares, p.shares_magic);
+    const unsigned group = quotient(entries, p.batch_magic);
+    share = shares - entries * p.shares;
+    tile = (group << p.log_group) + (index - (shares << p.log_group));
+    b = p.batch_x > 1 ? entries - group * p.batch_x : blockIdx.z * gridDim.y + blockIdx.y;
   }
 };
 
-// Copy heads [from, to) between kv and key and value, and do `meanwhile` while the first loads are
-// on their way. to_kv: the direction. A source that is missing counts as zero.
-template <int V, bool to_kv, typename Meanwhile>
+// Copy heads [from, to) of T tokens between kv and key and value, and do `meanwhile` while the
+// first loads are on their way. to_kv: the direction. A source that is missing counts as zero.
+template <int V, int T, bool to_kv, typename Meanwhile>
 __device__ inline void copy_heads(const Params& p, int b, int token, int from, int to, int lane,
                                   Meanwhile meanwhile) {
+  constexpr int kHeads = MLA_FLIGHT / T;
   const int vectors = (p.nope + p.v) / V;
   const Seat seat(vectors, lane);
   bool is_first = true;
   for (int vec = seat.vec; vec < vectors || is_first; vec += seat.lanes) {
     const int channel = vec * V;
-    const bool in_key = channel < p.nope;
-    const Place& side = in_key ? p.key : p.value;
-    const bool is_wanted = vec < vectors && (to_kv ? p.kv.base : side.base) != 0;
-    const bool is_given = (to_kv ? side.base : p.kv.base) != 0;
-    const int own = in_key ? channel : channel - p.nope;
+    const bool in_value = channel >= p.nope;
+    const Place& side = p.side[in_value].row;
+    const bool is_wanted = vec < vectors && (to_kv ? p.kv.base : side.base) != nullptr;
+    const bool is_given = (to_kv ? side.base : p.kv.base) != nullptr;
+    const int own = in_value ? channel - p.nope : channel;
     const Place& source = to_kv ? side : p.kv;
     const Place& target = to_kv ? p.kv : side;
     int head = from + seat.row;
@@ -264,47 +279,66 @@ __device__ inline void copy_heads(const Params& p, int b, int token, int from, i
     const long long x_step = seat.rows * source.h, y_step = seat.rows * target.h;
     const int end = is_wanted ? to : from;
     do {
-      Vec<MLA_DATA, V> data[MLA_FLIGHT];
+      Vec<MLA_DATA, V> data[kHeads][T];
 #pragma unroll
-      for (int f = 0; f < MLA_FLIGHT; ++f) {
-        data[f].clear();
-        if (head + f * seat.rows < end && is_given) data[f].load(x + f * x_step);
+      for (int f = 0; f < kHeads; ++f) {
+#pragma unroll
+        for (int t = 0; t < T; ++t) {
+          data[f][t].clear();
+          if (head + f * seat.rows < end && (T == 1 || token + t < p.tokens) && is_given) {
+            data[f][t].load(x + f * x_step + t * source.s);
+          }
+        }
       }
       if (is_first) meanwhile();
       is_first = false;
 #pragma unroll
-      for (int f = 0; f < MLA_FLIGHT; ++f) {
-        if (head + f * seat.rows < end) data[f].store(y + f * y_step);
+      for (int f = 0; f < kHeads; ++f) {
+#pragma unroll
+        for (int t = 0; t < T; ++t) {
+          if (head + f * seat.rows < end && (T == 1 || token + t < p.tokens)) {
+            data[f][t].store(y + f * y_step + t * target.s);
+          }
+        }
       }
-      head += MLA_FLIGHT * seat.rows;
-      x += MLA_FLIGHT * x_step;
-      y += MLA_FLIGHT * y_step;
+      head += kHeads * seat.rows;
+      x += kHeads * x_step;
+      y += kHeads * y_step;
     } while (head < end);
   }
 }
 
-// The turned channels, made once, for heads [from, to).
-template <int V>
+// The turned channels of T tokens, made once, for heads [from, to).
+template <int V, int T>
 __device__ inline void turn_heads(const Params& p, int b, int token, int from, int to, int lane) {
+  const Place& key = p.side[0].row;
   const int vectors = 2 * p.half / V;
   const Seat seat(vectors, lane);
-  if (p.key.base == 0) return;
-  for (int vec = seat.vec; vec < vectors; vec += seat.lanes) {
-    const Vec<MLA_DATA, V> y = turned<V>(p, b, token, vec * V);
-    for (int head = from + seat.row; head < to; head += seat.rows) {
-      y.store(at<MLA_DATA>(p.key, b, head, token, p.nope + vec * V));
+  if (key.base == nullptr) return;
+  // Rows of lanes take tokens first, then heads.
+  const int log = T >= 4 && seat.rows >= 4 ? 2 : T >= 2 && seat.rows >= 2 ? 1 : 0;
+  const int first = seat.row >> log, step = seat.rows >> log;
+  if (first >= step) return;
+  const int last = min(T, p.tokens - token);
+  for (int t = seat.row & ((1 << log) - 1); t < last; t += 1 << log) {
+    for (int vec = seat.vec; vec < vectors; vec += seat.lanes) {
+      const Vec<MLA_DATA, V> y = turned<V>(p, b, token + t, vec * V);
+      for (int head = from + first; head < to; head += step) {
+        y.store(at<MLA_DATA>(key, b, head, token + t, p.nope + vec * V));
+      }
     }
   }
 }
 
-template <int V>
+template <int V, int T>
 __device__ inline void forward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const Work work(p, p.parts);
-  if (!work.is_there) return;
-  const int from = work.part * p.part_heads, to = min(from + p.part_heads, p.heads);
-  copy_heads<V, false>(p, work.b, work.token, from, to, lane,
-                       [&] { turn_heads<V>(p, work.b, work.token, from, to, lane); });
+  const Work work(p);
+  const int token = work.tile * T;
+  if (work.b >= p.batch || token >= p.tokens) return;
+  const int from = work.share * p.part_heads, to = min(from + p.part_heads, p.heads);
+  copy_heads<V, T, false>(p, work.b, token, from, to, lane,
+                          [&] { turn_heads<V, T>(p, work.b, token, from, to, lane); });
 }
 
 // Turn back V pairs from i on, given the sums over the heads of both halves.
@@ -333,29 +367,29 @@ __device__ inline void turn_back(const Params& p, int b, int token, int i, const
 template <int V>
 __device__ inline void add_heads(const Params& p, int b, int token, int channel, int first,
                                  int rows, float (&sum)[V]) {
-  const MLA_DATA* x = at<MLA_DATA>(p.key, b, first, token, p.nope + channel);
-  const long long step = rows * p.key.h;
-  for (int head = first; head < p.heads; head += MLA_FLIGHT * rows) {
-    Vec<MLA_DATA, V> data[MLA_FLIGHT];
+  const MLA_DATA* x = at<MLA_DATA>(p.side[0].row, b, first, token, p.nope + channel);
+  const long long step = rows * p.side[0].row.h;
+  for (int head = first; head < p.heads; head += MLA_SUM_FLIGHT * rows) {
+    Vec<MLA_DATA, V> data[MLA_SUM_FLIGHT];
 #pragma unroll
-    for (int f = 0; f < MLA_FLIGHT; ++f) {
+    for (int f = 0; f < MLA_SUM_FLIGHT; ++f) {
       data[f].clear();
       if (head + f * rows < p.heads) data[f].load(x + f * step);
     }
 #pragma unroll
-    for (int f = 0; f < MLA_FLIGHT; ++f) {
+    for (int f = 0; f < MLA_SUM_FLIGHT; ++f) {
 #pragma unroll
       for (int k = 0; k < V; ++k) sum[k] = plus(sum[k], data[f].get(k));
     }
-    x += MLA_FLIGHT * step;
+    x += MLA_SUM_FLIGHT * step;
   }
 }
 
 // dK_rope of a token.
 template <int V>
 __device__ inline void sum_heads(const Params& p, int b, int token, int lane) {
-  if (p.k_rope.base == 0) return;
-  const bool is_given = p.key.base != 0;
+  if (p.k_rope.base == nullptr) return;
+  const bool is_given = p.side[0].row.base != nullptr;
   if constexpr (V == 1) {
     for (int i = lane; i < p.half; i += kLanes) {
       float g1[1] = {0.0f}, g2[1] = {0.0f};
@@ -390,36 +424,25 @@ __device__ inline void sum_heads(const Params& p, int b, int token, int lane) {
   }
 }
 
-template <int V>
+// The sums come first: they take longest.
+template <int V, int T>
 __device__ inline void backward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const Work work(p, p.parts + 1);
-  if (!work.is_there) return;
-  if (work.part == p.parts) {
-    sum_heads<V>(p, work.b, work.token, lane);
+  const Work work(p);
+  int token = work.tile * T;
+  if (work.b >= p.batch || token >= p.tokens) return;
+  if (work.share < T) {
+    token += work.share;
+    if (token < p.tokens) sum_heads<V>(p, work.b, token, lane);
     return;
   }
-  const int from = work.part * p.part_heads, to = min(from + p.part_heads, p.heads);
-  copy_heads<V, true>(p, work.b, work.token, from, to, lane, [] {});
+  const int from = (work.share - T) * p.part_heads, to = min(from + p.part_heads, p.heads);
+  copy_heads<V, T, true>(p, work.b, token, from, to, lane, [] {});
 }
 
 // ---- MXFP8 --------------------------------------------------------------------------------------
 
 #if MLA_MODE == 1
-
-// The E8M0 byte of amax / 448, rounded up; amax are bits of bf16, not negative, no NaN.
-__device__ inline unsigned scale_of(unsigned amax) {
-  const float limit = times(__uint_as_float(amax << 16), 1.0f / 448.0f);
-  const unsigned bits = __float_as_uint(limit), exponent = bits >> 23, rest = bits & 0x7fffffu;
-  // Below 2^-126 the mantissa starts at 2^-127, which is byte 0.
-  const bool is_more = rest != 0 && (exponent != 0 || rest > 0x400000u);
-  return min(exponent + is_more, 254u);
-}
-
-// 2^(127 - scale), below the normal numbers for 254.
-__device__ inline float inverse(unsigned scale) {
-  return __uint_as_float(scale == 254 ? 0x400000u : (254 - scale) << 23);
-}
 
 // An E4M3 number, rounded to nearest even; 448 for what is larger, 0x7f for every NaN.
 __device__ inline unsigned e4m3(float x) {
@@ -456,155 +479,203 @@ __device__ inline unsigned larger(unsigned x, unsigned y) {
 
 __device__ inline unsigned size_of(unsigned both) { return both & 0x7fff7fffu; }
 
-// The four outputs of key or of value.
-struct Sinks {
-  const Place *row, *row_scale, *column, *column_scale;
-};
-
-__device__ inline Sinks key_sinks(const Params& p) {
-  return {&p.key, &p.key_scale, &p.key_column, &p.key_column_scale};
+// The same of sizes. Signs of the result mean nothing.
+__device__ inline unsigned larger_size(unsigned x, unsigned y) {
+#if __CUDA_ARCH__ >= 860
+  unsigned found;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(x), "r"(y));
+  return found;
+#else
+  return larger(size_of(x), size_of(y));
+#endif
 }
-__device__ inline Sinks value_sinks(const Params& p) {
-  return {&p.value, &p.value_scale, &p.value_column, &p.value_column_scale};
+
+// From the largest sizes of two blocks, as bf16, their scales, E8M0 of size / 448 rounded up, as
+// 128 (8 + scale). 8 + scale is the exponent, and one more where the mantissa is above that of
+// 448 = 1.75 2^8. Inf has scale 254: it gets half a step less, so that inverse_low is right.
+__device__ inline unsigned steps_of(unsigned sizes) {
+  const unsigned usual = larger(sizes + 0x001f001fu & 0xff80ff80u, 0x04000400u);
+  return usual + (sizes + 0x00800080u >> 15 & 0x00010001u) * (0x82c0u - 0x7f80u);
+}
+
+__device__ inline unsigned scales_of(unsigned steps) {
+  return steps - 0x03c003c0u >> 7 & 0x00ff00ffu;
+}
+
+// 2^(127 - scale), below the normal numbers for 254.
+__device__ inline float inverse_low(unsigned steps) {
+  return __uint_as_float(0x83000000u - (steps << 16));
+}
+__device__ inline float inverse_high(unsigned steps) {
+  return __uint_as_float(0x83000000u - (steps & 0xffff0000u));
 }
 
 constexpr int kBlock = 32;  // elements that share a scale
-constexpr int kWide = 8;    // channels a lane holds
-constexpr int kTile = 64;   // channels of a tile
+constexpr int kAcross = 8;  // lanes along the channels of a tile, a vector each
 constexpr int kRows = 8;    // tokens a lane holds: lane / 8 + 4 i
 
-// A tile of 32 tokens, quantized both ways.
-struct Tile {
-  Vec<unsigned char, kWide> row[kRows], column[kRows], column_scale;
-  unsigned char row_scale[kRows];
-
-  // data: the lane's channels of its tokens, zero where there are none. All lanes must come here.
-  __device__ void quantize(const Vec<__nv_bfloat16, kWide> (&data)[kRows]) {
-    constexpr int kPairs = kWide / 2;
-    const auto pair = [&](int i, int k) {
-      return reinterpret_cast<const unsigned*>(data[i].word)[k];
-    };
-    unsigned most[kPairs] = {}, rows[kRows / 2];
+// Quantize a tile of 32 tokens both ways, and store it for heads [from, to).
+// data: the lane's channels, from `channel` on, of its tokens; zero where there are none, and then
+// is_there is false. All lanes must come here.
+template <int V>
+__device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], const Side& side, int b,
+                                int from, int to, int block, int channel, bool is_there, int lane) {
+  constexpr int kPairs = V / 2, kWords = kRows / 2;
+  constexpr int kSharing = kBlock / V;  // lanes whose channels share a scale
+  const auto pair = [&](int i, int k) {
+    return reinterpret_cast<const unsigned*>(data[i].word)[k];
+  };
+  unsigned most[kPairs] = {}, steps[kWords];  // of columns; of two tokens each
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      unsigned own = 0;
-#pragma unroll
-      for (int k = 0; k < kPairs; ++k) {
-        own = larger(own, size_of(pair(i, k)));
-        most[k] = larger(most[k], size_of(pair(i, k)));
-      }
-      own = max(own & 0xffffu, own >> 16);
-      // Two tokens go through the shuffles as one word.
-      rows[i / 2] = i % 2 ? rows[i / 2] | own << 16 : own;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      rows[i] = larger(rows[i], __shfl_xor_sync(kAll, rows[i], 1));
-      rows[i] = larger(rows[i], __shfl_xor_sync(kAll, rows[i], 2));
-    }
-    float by_column[kWide];
+  for (int i = 0; i < kRows; i += 2) {
+    unsigned even = 0, odd = 0;
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
-      most[k] = larger(most[k], __shfl_xor_sync(kAll, most[k], 8));
-      most[k] = larger(most[k], __shfl_xor_sync(kAll, most[k], 16));
-      const unsigned low = scale_of(most[k] & 0xffffu), high = scale_of(most[k] >> 16);
-      column_scale.set(2 * k, low);
-      column_scale.set(2 * k + 1, high);
-      by_column[2 * k] = inverse(low);
-      by_column[2 * k + 1] = inverse(high);
+      even = larger_size(even, pair(i, k));
+      odd = larger_size(odd, pair(i + 1, k));
+      most[k] = larger_size(larger_size(most[k], pair(i, k)), pair(i + 1, k));
     }
+    unsigned both = larger_size(even & 0xffffu | odd << 16, even >> 16 | odd & 0xffff0000u);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const unsigned scale = scale_of(i % 2 ? rows[i / 2] >> 16 : rows[i / 2] & 0xffffu);
-      const float by_row = inverse(scale);
-      row_scale[i] = scale;
-#pragma unroll
-      for (int k = 0; k < kPairs; ++k) {
-        const float x = low_half(pair(i, k)), y = high_half(pair(i, k));
-        reinterpret_cast<unsigned short*>(row[i].word)[k] =
-            e4m3(times(x, by_row), times(y, by_row));
-        reinterpret_cast<unsigned short*>(column[i].word)[k] =
-            e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
-      }
+    for (int step = 1; step < kSharing; step *= 2) {
+      both = larger_size(both, __shfl_xor_sync(kAll, both, step));
     }
+    steps[i / 2] = steps_of(size_of(both));
   }
-
-  // Store for one head. channel: the lane's first one.
-  __device__ void store(const Sinks& to, int b, int head, int block, int channel, int lane) const {
-    const int first = block * kBlock + lane / 8;
+  Vec<unsigned char, V> column_scale;
+  float by_column[V];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int token = first + 4 * i;
-      if (to.row->base) row[i].store(at<unsigned char>(*to.row, b, head, token, channel));
-      if (to.column->base) column[i].store(at<unsigned char>(*to.column, b, head, token, channel));
-      if (to.row_scale->base && lane % 4 == 0) {
-        *at<unsigned char>(*to.row_scale, b, head, token, channel / kBlock) = row_scale[i];
-      }
-    }
-    if (to.column_scale->base && lane < 8) {
-      column_scale.store(at<unsigned char>(*to.column_scale, b, head, block, channel));
-    }
+  for (int k = 0; k < kPairs; ++k) {
+    most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 8));
+    most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 16));
+    const unsigned own = steps_of(size_of(most[k])), scales = scales_of(own);
+    reinterpret_cast<unsigned short*>(column_scale.word)[k] = scales | scales >> 8;
+    by_column[2 * k] = inverse_low(own);
+    by_column[2 * k + 1] = inverse_high(own);
   }
-};
+  if (!is_there) return;
 
-__device__ inline int tiles_of(int channels) { return (channels + kTile - 1) / kTile; }
-
-// A warp takes one tile of one head that is copied, or one turned tile for a part of the heads.
-__device__ inline void mxfp8_vector(const Params& p) {
-  const int lane = threadIdx.x % kLanes;
-  const int keys = tiles_of(p.nope), each = keys + tiles_of(p.v);
-  const unsigned inner = p.part_heads * each + tiles_of(2 * p.half);
-  unsigned index = blockIdx.x * MLA_WARPS + threadIdx.x / kLanes;
-  const int b = blockIdx.z * gridDim.y + blockIdx.y;
-  const unsigned share = index / inner;
-  index -= share * inner;
-  const int block = share / p.parts, from = (share - block * p.parts) * p.part_heads;
-  int to = min(from + p.part_heads, p.heads);
-  if (b >= p.batch || block * kBlock >= p.tokens) return;
-
-  const bool is_turned = index >= p.part_heads * each;
-  const int nth = is_turned ? 0 : index / each;
-  int tile = is_turned ? index - p.part_heads * each : index - nth * each;
-  const bool in_value = !is_turned && tile >= keys;
-  if (in_value) tile -= keys;
-  const int head = from + nth;
-  if (head >= to) return;
-  const int own = tile * kTile + lane % 8 * kWide;  // in its part of the channels
-  const bool is_there = own < (is_turned ? 2 * p.half : in_value ? p.v : p.nope);
-
-  Vec<__nv_bfloat16, kWide> data[kRows];
+  const int first = block * kBlock + lane / kAcross;
+  unsigned char* row_at = at<unsigned char>(side.row, b, from, first, channel);
+  unsigned char* column_at = at<unsigned char>(side.column, b, from, first, channel);
+  const bool by_rows = side.row.base != nullptr, by_columns = side.column.base != nullptr;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const int token = block * kBlock + lane / 8 + 4 * i;
-    data[i].clear();
-    if (!is_there) continue;
-    if (is_turned) data[i] = turned<kWide>(p, b, token, own);
-    else data[i].load(at<__nv_bfloat16>(p.kv, b, head, token, in_value ? p.nope + own : own));
+    const float by_row = i % 2 ? inverse_high(steps[i / 2]) : inverse_low(steps[i / 2]);
+    Vec<unsigned char, V> row, column;
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      const float x = low_half(pair(i, k)), y = high_half(pair(i, k));
+      reinterpret_cast<unsigned short*>(row.word)[k] = e4m3(times(x, by_row), times(y, by_row));
+      reinterpret_cast<unsigned short*>(column.word)[k] =
+          e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
+    }
+    unsigned char *row_to = row_at, *column_to = column_at;
+#pragma unroll 1
+    for (int head = from; head < to; ++head) {
+      if (by_rows) row.store(row_to);
+      if (by_columns) column.store(column_to);
+      row_to += side.row.h;
+      column_to += side.column.h;
+    }
+    row_at += 4 * side.row.s;
+    column_at += 4 * side.column.s;
   }
-  Tile made;
-  made.quantize(data);
-  if (!is_there) return;
-  const Sinks sinks = in_value ? value_sinks(p) : key_sinks(p);
-  if (!is_turned) to = head + 1;
-  for (int h = head; h < to; ++h) {
-    made.store(sinks, b, h, block, is_turned ? p.nope + own : own, lane);
+  if (side.row_scale.base) {
+    // The lanes of a block deal out its tokens, two a word.
+    const int nth = lane % kSharing;
+#pragma unroll
+    for (int j = 0; j < kWords; j += kSharing) {
+      unsigned own = steps[j];
+#pragma unroll
+      for (int k = 1; k < kSharing; ++k) own = nth == k ? steps[j + k] : own;
+      const unsigned scales = scales_of(own);
+      const int token = first + 8 * (j + nth);
+      unsigned char* to_scale = at<unsigned char>(side.row_scale, b, from, token, channel / kBlock);
+#pragma unroll 1
+      for (int head = from; head < to; ++head) {
+        *to_scale = scales;
+        to_scale[4 * side.row_scale.s] = scales >> 16;
+        to_scale += side.row_scale.h;
+      }
+    }
   }
+  if (side.column_scale.base && lane < kAcross) {
+    unsigned char* to_scale = at<unsigned char>(side.column_scale, b, from, block, channel);
+#pragma unroll 1
+    for (int head = from; head < to; ++head) {
+      column_scale.store(to_scale);
+      to_scale += side.column_scale.h;
+    }
+  }
+}
+
+template <int V>
+__device__ inline int tiles_of(int channels) {
+  return (channels + kAcross * V - 1) / (kAcross * V);
+}
+
+// A warp takes one turned tile for a part of the heads, or one tile of one head that is copied.
+template <int V>
+__device__ inline void mxfp8_vector(const Params& p) {
+  const int lane = threadIdx.x % kLanes;
+  const Work work(p);
+  const int b = work.b, block = work.tile;
+  if (b >= p.batch || block * kBlock >= p.tokens) return;
+  const int keys = tiles_of<V>(p.nope), each = keys + tiles_of<V>(p.v);
+  const int turns = tiles_of<V>(2 * p.half), inner = p.part_heads * each + turns;
+  const int part = quotient(work.share, p.inner_magic);
+  int tile = work.share - part * inner, from = part * p.part_heads;
+  int to = min(from + p.part_heads, p.heads);
+  // The turned ones come first: they take longest.
+  const bool is_turned = tile < turns;
+  bool in_value = false;
+  if (!is_turned) {
+    tile -= turns;
+    const int nth = quotient(tile, p.each_magic);
+    tile -= nth * each;
+    in_value = tile >= keys;
+    if (in_value) tile -= keys;
+    from += nth;
+    if (from >= to) return;
+    to = from + 1;
+  }
+  const int own = (tile * kAcross + lane % kAcross) * V;  // in its part of the channels
+  const bool is_there = own < (is_turned ? 2 * p.half : in_value ? p.v : p.nope);
+
+  Vec<__nv_bfloat16, V> data[kRows];
+  const int token = block * kBlock + lane / kAcross;
+  if (is_turned) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      data[i].clear();
+      if (is_there) data[i] = turned<V>(p, b, token + 4 * i, own);
+    }
+  } else {
+    const __nv_bfloat16* x = at<__nv_bfloat16>(p.kv, b, from, token, in_value ? p.nope + own : own);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      data[i].clear();
+      if (is_there) data[i].load(x + 4 * i * p.kv.s);
+    }
+  }
+  quantize<V>(data, p.side[in_value], b, from, to, block, is_turned ? p.nope + own : own, is_there,
+              lane);
 }
 
 // A warp takes 32 tokens of 32 channels of one head, a lane one channel.
 __device__ inline void mxfp8_any(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const int keys = (p.nope + 2 * p.half) / kBlock, each = keys + p.v / kBlock;
-  const unsigned index = blockIdx.x * MLA_WARPS + threadIdx.x / kLanes;
-  const int b = blockIdx.z * gridDim.y + blockIdx.y;
-  const unsigned row = index / each;
-  int tile = index - row * each;
-  const int block = row / p.heads, head = row - block * p.heads;
+  const Work work(p);
+  const int b = work.b, block = work.tile;
   if (b >= p.batch || block * kBlock >= p.tokens) return;
+  const int keys = (p.nope + 2 * p.half) / kBlock, each = keys + p.v / kBlock;
+  const int head = quotient(work.share, p.each_magic);
+  int tile = work.share - head * each;
 
   const bool in_value = tile >= keys;
   if (in_value) tile -= keys;
-  const Sinks to = in_value ? value_sinks(p) : key_sinks(p);
+  const Side& to = p.side[in_value];
   const int channel = tile * kBlock + lane;
   const auto get = [&](int token) -> float {
     if (!in_value && channel >= p.nope) {
@@ -619,50 +690,49 @@ __device__ inline void mxfp8_any(const Params& p) {
   };
   unsigned most = 0;
   for (int i = 0; i < kBlock; ++i) most = max(most, bits(get(block * kBlock + i)));
-  const unsigned column_scale = scale_of(most);
+  const unsigned columns = steps_of(most);
   for (int i = 0; i < kBlock; ++i) {
     const int token = block * kBlock + i;
     const float x = get(token);
     unsigned own = bits(x);
     for (int step = 1; step < kLanes; step *= 2) own = max(own, __shfl_xor_sync(kAll, own, step));
-    const unsigned row_scale = scale_of(own);
-    const float by_row = inverse(row_scale), by_column = inverse(column_scale);
-    const unsigned both = e4m3(times(x, by_row), times(x, by_column));
-    if (to.row->base) *at<unsigned char>(*to.row, b, head, token, channel) = both & 0xffu;
-    if (to.column->base) *at<unsigned char>(*to.column, b, head, token, channel) = both >> 8;
-    if (to.row_scale->base && lane == 0) {
-      *at<unsigned char>(*to.row_scale, b, head, token, tile) = row_scale;
+    const unsigned rows = steps_of(own);
+    const unsigned both = e4m3(times(x, inverse_low(rows)), times(x, inverse_low(columns)));
+    if (to.row.base) *at<unsigned char>(to.row, b, head, token, channel) = both & 0xffu;
+    if (to.column.base) *at<unsigned char>(to.column, b, head, token, channel) = both >> 8;
+    if (to.row_scale.base && lane == 0) {
+      *at<unsigned char>(to.row_scale, b, head, token, tile) = scales_of(rows);
     }
   }
-  if (to.column_scale->base) {
-    *at<unsigned char>(*to.column_scale, b, head, block, channel) = column_scale;
+  if (to.column_scale.base) {
+    *at<unsigned char>(to.column_scale, b, head, block, channel) = scales_of(columns);
   }
 }
 
 #endif
 
-template <int V>
+template <int V, int T>
 __device__ inline void run(const Params& p) {
 #if MLA_MODE == 0
-  forward<V>(p);
+  forward<V, T>(p);
 #elif MLA_MODE == 1
-  if constexpr (V > 1) mxfp8_vector(p);
+  if constexpr (V > 1) mxfp8_vector<V>(p);
   else mxfp8_any(p);
 #else
-  backward<V>(p);
+  backward<V, T>(p);
 #endif
 }
 
 }  // namespace
 
 #if MLA_VEC > 1
-extern "C" __global__ void __launch_bounds__(MLA_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(MLA_WARPS * 32, MLA_RESIDENT / MLA_WARPS)
     mla_vector(const __grid_constant__ Params p) {
-  run<MLA_VEC>(p);
+  run<MLA_VEC, MLA_TOKENS>(p);
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(MLA_WARPS * 32)
     mla_any(const __grid_constant__ Params p) {
-  run<1>(p);
+  run<1, 1>(p);
 }

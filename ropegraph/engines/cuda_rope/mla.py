@@ -17,10 +17,7 @@ from ropegraph.lowering.engine import Step
 SOURCE = Path(__file__).with_name("mla.cu")
 MLA = (MlaKvRope, MlaKvRopeBackward)
 
-FLIGHT = 8  # loads in flight a lane
-WARPS = 4  # of a block
-BLOCK, TILE = 32, 64  # elements that share an MXFP8 scale; channels that a warp quantizes at once
-TURNED_HEADS = 4  # heads for which a warp stores one turned tile
+BLOCK, ACROSS = 32, 8  # elements that share an MXFP8 scale; vectors of a tile of 32 tokens
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
 _LIMIT = 2**30  # extents are 32 bits wide in the kernel, strides and offsets 64
 
@@ -32,6 +29,42 @@ class Mode(IntEnum):
     MXFP8 = 1
     BACKWARD = 2
 
+
+@dataclass(frozen=True)
+class Tuning:
+    """What changes the speed alone.
+
+    flight, sum_flight: loads in flight a lane, where it copies and where it sums.  units: vectors
+    that a lane copies; MXFP8: heads for which a warp stores one turned tile.  tokens: that a warp
+    takes, up to ``flight``.  warps: of a block.  resident: warps an SM at least, 0 for any.
+    vec: channels of a lane, at most, for MXFP8.  log_group: log2 of the tiles of tokens that warps
+    run over before they run over the heads.  is_batch_inner: batch entries before tokens.
+    """
+
+    flight: int = 8
+    units: int = 8
+    tokens: int = 1
+    warps: int = 4
+    resident: int = 0
+    sum_flight: int = 8
+    vec: int = 8
+    log_group: int = 0
+    is_batch_inner: bool = False
+
+
+# By what lies closest in memory: the next head of a token, the next token of a head.
+TUNED: dict[tuple[Mode, str], Tuning] = {
+    (Mode.FORWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=24),
+    (Mode.FORWARD, "tokens"): Tuning(
+        flight=4, units=4, tokens=4, warps=1, resident=24, log_group=10, is_batch_inner=True
+    ),
+    (Mode.BACKWARD, "heads"): Tuning(flight=4, units=4, warps=1, resident=32, sum_flight=4),
+    (Mode.BACKWARD, "tokens"): Tuning(
+        flight=4, units=8, tokens=4, warps=1, sum_flight=4, log_group=10, is_batch_inner=True
+    ),
+    (Mode.MXFP8, "heads"): Tuning(vec=16, units=4, warps=4),
+    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=4, warps=2, log_group=2),
+}  # fmt: skip
 
 # Fields of struct Params that are tensors -> the ports that they stand for.
 _FORWARD = {port: port for port in ("kv", "k_rope", "key", "value")}
@@ -48,7 +81,11 @@ TABLES = ("cos", "sin")
 
 @dataclass(frozen=True)
 class Task:
-    """One step.  places: by field of Params, those that are there.  half: pairs that turn."""
+    """One step.
+
+    places: by field of Params, those that are there.  half: pairs that turn.
+    is_batch_next: the next batch entry of a token lies closer than the next token.
+    """
 
     mode: Mode
     places: Mapping[str, Side]
@@ -61,6 +98,8 @@ class Task:
     half: int
     data: DType
     table: DType
+    tuning: Tuning = Tuning()
+    is_batch_next: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -71,10 +110,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one kernel works on a task: heads a warp takes, warps for all heads, the grid."""
+    """How one kernel works on a task.
+
+    part_heads, parts: heads a warp takes, and how many times to have all.  shares: warps for a
+    tile of tokens, ``inner`` of each part, ``each`` of each head.  batch: entries along x.
+    """
 
     part_heads: int
     parts: int
+    shares: int
+    inner: int
+    each: int
+    log_group: int
+    batch: int
     grid: tuple[int, int, int]
 
 
@@ -86,6 +134,7 @@ class MlaVariant:
     data: DType
     table: DType
     vec: int
+    tuning: Tuning = Tuning()
 
     @property
     def macros(self) -> dict[str, str]:
@@ -95,8 +144,11 @@ class MlaVariant:
             "MLA_DATA": self.data.c_name,
             "MLA_TABLE": self.table.c_name,
             "MLA_VEC": str(self.vec),
-            "MLA_FLIGHT": str(FLIGHT),
-            "MLA_WARPS": str(WARPS),
+            "MLA_FLIGHT": str(self.tuning.flight),
+            "MLA_SUM_FLIGHT": str(self.tuning.sum_flight),
+            "MLA_TOKENS": str(self.tuning.tokens),
+            "MLA_WARPS": str(self.tuning.warps),
+            "MLA_RESIDENT": str(self.tuning.resident),
         }
 
     @property
@@ -145,7 +197,12 @@ def task_of(step: Step) -> Task:
         b, h, s, width = step.value("kv").dim
         v = width - attrs.nope_dim
     data = next(iter(places.values())).dtype
-    return Task(mode, places, tables, b, h, s, attrs.nope_dim, v, cos.dim[3] // 2, data, cos.dtype)
+    tuning = TUNED[mode, "tokens" if _is_next(places, 2, 1) else "heads"]
+    half, is_batch_next = cos.dim[3] // 2, _is_next(places, 0, 2)
+    return Task(
+        mode, places, tables, b, h, s, attrs.nope_dim, v, half, data, cos.dtype, tuning,
+        is_batch_next,
+    )  # fmt: skip
 
 
 def vector_of(task: Task) -> int:
@@ -155,7 +212,8 @@ def vector_of(task: Task) -> int:
     """
     vec = MAX_WORD // task.data.itemsize
     if task.mode is Mode.MXFP8:
-        return vec if task.nope % BLOCK == 0 and _fits(task, vec) else 1
+        fitting = (n for n in (task.tuning.vec, vec) if task.nope % BLOCK == 0 and _fits(task, n))
+        return next(fitting, 1)
     while vec > 1 and not _fits(task, vec):
         vec //= 2
     return vec
@@ -184,32 +242,41 @@ def _fits(task: Task, vec: int) -> bool:
 
 def cut_of(task: Task, vec: int) -> Cut:
     """Heads a warp takes, and the grid over all of them."""
+    tuning = task.tuning
     if task.mode is not Mode.MXFP8:
+        tokens = tuning.tokens if vec > 1 else 1
         rows = LANES // max(1, min(LANES, (task.nope + task.v) // vec))
-        part_heads = max(1, min(task.heads, FLIGHT * rows))
+        part_heads = max(1, min(task.heads, max(1, tuning.units // tokens) * rows))
         parts = -(-task.heads // part_heads)
-        units = task.tokens * (parts + (task.mode is Mode.BACKWARD))
-        return Cut(part_heads, parts, _grid(units, task.batch))
-    blocks = task.tokens // BLOCK
+        tiles = -(-task.tokens // tokens)
+        sums = tokens if task.mode is Mode.BACKWARD else 0
+        return _cut(task, part_heads, parts, 1, 1, sums, tiles)
+    tiles = task.tokens // BLOCK
     if vec == 1:
         each = (task.nope + 2 * task.half + task.v) // BLOCK
-        return Cut(1, task.heads, _grid(blocks * task.heads * each, task.batch))
-    part_heads = max(1, min(task.heads, TURNED_HEADS))
+        return _cut(task, 1, task.heads, each, each, 0, tiles)
+    part_heads = max(1, min(task.heads, tuning.units))
     parts = -(-task.heads // part_heads)
-    each = -(-task.nope // TILE) + -(-task.v // TILE)
-    inner = part_heads * each + -(-2 * task.half // TILE)
-    return Cut(part_heads, parts, _grid(blocks * parts * inner, task.batch))
+    tile = ACROSS * vec
+    each = -(-task.nope // tile) + -(-task.v // tile)
+    inner = part_heads * each + -(-2 * task.half // tile)
+    return _cut(task, part_heads, parts, inner, each, 0, tiles)
 
 
 def variant_of_task(task: Task) -> MlaVariant:
     """The kernels for a task."""
-    return MlaVariant(task.mode, task.data, task.table, vector_of(task))
+    return MlaVariant(task.mode, task.data, task.table, vector_of(task), task.tuning)
 
 
-def is_token_next(task: Task) -> bool:
-    """True if the next token of a head lies closer than the next head of a token."""
-    strides = [side.stride for side in task.places.values() if side.stride[1]]
-    return bool(strides) and 0 < strides[0][2] < strides[0][1]
+def magic(divisor: int) -> int:
+    """2^64 / divisor, rounded up; 0 for 1: it spares the kernel a division."""
+    return -(-(2**64) // divisor) if divisor > 1 else 0
+
+
+def _is_next(places: Mapping[str, Side], inner: int, outer: int) -> bool:
+    """True if a step along axis ``inner`` is shorter than one along ``outer``."""
+    strides = [side.stride for side in places.values() if side.stride[1]]
+    return bool(strides) and 0 < strides[0][inner] < strides[0][outer]
 
 
 def _mode(step: Step) -> Mode:
@@ -222,10 +289,22 @@ def _mode(step: Step) -> Mode:
             return Mode.MXFP8
 
 
-def _grid(units: int, batch: int) -> tuple[int, int, int]:
-    """Blocks for ``units`` warps of every batch entry; the kernel leaves out what is too many."""
-    z = max(1, -(-batch // MAX_YZ))
-    return max(1, -(-units // WARPS)), max(1, -(-batch // z)), z
+def _cut(
+    task: Task, part_heads: int, parts: int, inner: int, each: int, sums: int, tiles: int
+) -> Cut:
+    """The grid; the kernel leaves out what is too many."""
+    tuning, shares = task.tuning, parts * inner + sums
+    log_group = tuning.log_group
+    while log_group and 2**log_group > tiles:
+        log_group -= 1
+    warps = (-(-tiles >> log_group) << log_group) * shares
+    batch = task.batch if tuning.is_batch_inner or task.is_batch_next else 1
+    if warps * batch > MAX_X:
+        batch = 1
+    entries = -(-task.batch // max(1, batch))
+    z = max(1, -(-entries // MAX_YZ))
+    grid = max(1, -(-warps * batch // tuning.warps)), max(1, -(-entries // z)), z
+    return Cut(part_heads, parts, shares, inner, each, log_group, max(1, batch), grid)
 
 
 def _side(step: Step, port: str) -> Side:

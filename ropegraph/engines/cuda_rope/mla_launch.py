@@ -14,12 +14,11 @@ from ropegraph.engines.cuda_rope.cupy_types import device_guard, import_cupy
 from ropegraph.engines.cuda_rope.launch import Loaded, Nothing
 from ropegraph.engines.cuda_rope.mla import (
     SOURCE,
-    WARPS,
     MlaVariant,
     Task,
     alignment,
     cut_of,
-    is_token_next,
+    magic,
     task_of,
     variant_of_task,
 )
@@ -27,7 +26,7 @@ from ropegraph.engines.cuda_rope.shape import LANES
 from ropegraph.errors import InternalError
 from ropegraph.lowering.engine import Device, Executable, Step
 
-_ADDRESS, _I64, _I32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
+_ADDRESS, _I64, _I32, _U64 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
 WORD = 8
 
 
@@ -45,12 +44,13 @@ class TableParams(ctypes.Structure):
 
 # The same fields in the same order as struct Params of mla.cu.
 _PLACES = (
-    "kv", "k_rope", "key", "value", "key_scale", "key_column", "key_column_scale",
-    "value_scale", "value_column", "value_column_scale",
+    "kv", "k_rope", "key", "key_scale", "key_column", "key_column_scale",
+    "value", "value_scale", "value_column", "value_column_scale",
 )  # fmt: skip
+_MAGIC = ("shares_magic", "batch_magic", "inner_magic", "each_magic")
 _NUMBERS = (
-    "batch", "heads", "tokens", "nope", "v", "half", "part_heads", "parts", "tokens_inner",
-    "padding",
+    "batch", "heads", "tokens", "nope", "v", "half", "part_heads", "shares", "batch_x",
+    "log_group",
 )  # fmt: skip
 
 
@@ -61,6 +61,7 @@ class MlaParams(ctypes.Structure):
         *((name, PlaceParams) for name in _PLACES),
         ("cos", TableParams),
         ("sin", TableParams),
+        *((name, _U64) for name in _MAGIC),
         *((name, _I32) for name in _NUMBERS),
     ]
 
@@ -81,8 +82,10 @@ def packed(task: Task, vec: int) -> bytes:
         table.s, _, _, table.d = side.stride
     params.batch, params.heads, params.tokens = task.batch, task.heads, task.tokens
     params.nope, params.v, params.half = task.nope, task.v, task.half
-    params.part_heads, params.parts = cut.part_heads, cut.parts
-    params.tokens_inner = int(is_token_next(task))
+    params.part_heads, params.shares = cut.part_heads, cut.shares
+    params.batch_x, params.log_group = cut.batch, cut.log_group
+    params.shares_magic, params.batch_magic = magic(cut.shares), magic(cut.batch)
+    params.inner_magic, params.each_magic = magic(cut.inner), magic(cut.each)
     return bytes(params)
 
 
@@ -101,6 +104,7 @@ class _Kernel:
 
     def __init__(self, function: int, task: Task, vec: int) -> None:
         self.function, self.grid = function, cut_of(task, vec).grid
+        self.threads = task.tuning.warps * LANES
         self.block = _Block(packed(task, vec))
         self.pointers = tuple(
             (word_of(field), side.slot, alignment(field, side, vec) - 1)
@@ -136,7 +140,7 @@ class MlaLaunch:
             driver.ctxSetCurrent(self.context)
         try:
             driver.launchKernel(
-                kernel.function, *kernel.grid, WARPS * LANES, 1, 1, 0, stream,
+                kernel.function, *kernel.grid, kernel.threads, 1, 1, 0, stream,
                 kernel.block.address, 0,
             )  # fmt: skip
         except Exception as error:

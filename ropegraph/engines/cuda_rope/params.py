@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ropegraph.engines.cuda_rope.job import Job, Table
 from ropegraph.engines.cuda_rope.shape import Cut, Grid, Shape, Split, alignment
 
+MOST_JOBS = 3
 _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 # The same fields in the same order as struct Job and struct Params of rope.cu.
@@ -25,6 +26,8 @@ _JOB: list[tuple[str, type]] = [
     ("token_magic", ctypes.c_uint64), ("flag", _POINTER),
     ("x_b", _I64), ("x_h", _I64), ("x_s", _I64), ("x_d", _I64),
     ("y_b", _I64), ("y_h", _I64), ("y_s", _I64), ("y_d", _I64),
+    ("x_g", _I64), ("y_g", _I64), ("group_magic", ctypes.c_uint64),
+    ("cache_at", _POINTER), ("cache_b", _I64), ("cache_last", _I64),
     ("cp_size", _I32), ("cp_rank", _I32),
     ("batch", _I32), ("heads", _I32), ("rows", _I32), ("dim", _I32),
     ("tokens", _I32), ("begin", _I32), ("pairs", _I32), ("part_heads", _I32),
@@ -41,16 +44,17 @@ class JobParams(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """struct Params."""
+    """struct Params.  A kernel that writes into no cache does not have the third job."""
 
     _fields_ = [
-        ("first", JobParams),
-        ("second", JobParams),
         ("parts_magic", ctypes.c_uint64),
         ("parts", _I32),
         ("first_parts", _I32),
+        ("both_parts", _I32),
         ("warps_s", _I32),
         ("log_group", _I32),
+        ("unused", _I32),
+        ("jobs", JobParams * MOST_JOBS),
     ]
 
 
@@ -71,7 +75,8 @@ class Pointer:
 
 def job_word(nth: int, field: str) -> int:
     """The word of a field of job ``nth``."""
-    return (nth * ctypes.sizeof(JobParams) + getattr(JobParams, field).offset) // WORD
+    place = Params.jobs.offset + nth * ctypes.sizeof(JobParams)
+    return (place + getattr(JobParams, field).offset) // WORD
 
 
 def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
@@ -81,9 +86,11 @@ def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
         found += (
             Pointer(job_word(nth, "x"), job.x.slot, alignment(job.x, vec) - 1),
             Pointer(job_word(nth, "y"), job.y.slot, alignment(job.y, vec) - 1),
-            Pointer(job_word(nth, "angles"), job.angles.slot, 0),
         )
-        others = {"sines": job.sines, "ids": job.positions, "offsets": job.offsets}
+        others = {
+            "angles": job.angles, "sines": job.sines, "ids": job.positions,
+            "offsets": job.offsets, "cache_at": job.cache,
+        }  # fmt: skip
         found += (
             Pointer(job_word(nth, field), tensor.slot, 0)
             for field, tensor in others.items()
@@ -95,10 +102,11 @@ def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
 def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> bytes:
     """The block, with every address but that of the flag 0."""
     params = Params()
-    for job, cut, target in zip(jobs, shape.cuts, (params.first, params.second), strict=False):
+    for job, cut, target in zip(jobs, shape.cuts, params.jobs, strict=False):
         _pack(target, job, cut)
         target.flag = flag
     params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
+    params.both_parts = sum(cut.parts for cut in shape.cuts[:2])
     params.parts_magic = _magic(shape.parts)
     params.warps_s, params.log_group = grid.warps_s, grid.log_group
     return bytes(params)
@@ -107,7 +115,11 @@ def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> byte
 def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
     to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
-    to.angle_b, to.angle_s, to.angle_pair, to.angle_second = _steps(job.angles)
+    to.x_g, to.y_g, to.group_magic = job.x.group, job.y.group, _magic(job.group_heads)
+    if job.cache is not None:
+        to.cache_b, to.cache_last = job.cache.batch, job.cache.last
+    if job.angles is not None:
+        to.angle_b, to.angle_s, to.angle_pair, to.angle_second = _steps(job.angles)
     if job.sines is not None:
         to.sine_b, to.sine_s, to.sine_pair, to.sine_second = _steps(job.sines)
         to.sine_offset = job.sines.offset

@@ -1,4 +1,5 @@
-// Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K).
+// Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K); in decoding
+// three, where K turns on its way into a cache and V goes into its own as it is.
 //
 // A warp owns a share of the heads of a token, or of a few tokens. A token has one position. The
 // warp's lanes take the sines and cosines of these positions once, a few a lane, and hand them
@@ -12,6 +13,7 @@
 //   ROPE_WRITE_PAIRS       the same for what is written
 //   ROPE_FULL              1: each written channel has its own column of the table
 //   ROPE_PASS              1: some channels lie outside the rotation
+//   ROPE_GROUPS            1: heads lie in two levels, in what is read or what is written
 //   ROPE_SOURCE            0: a table of angles, 1: tables of cosines and of sines, 2: radians a
 //                          position, their product with it rounded to fp32, 3: the same, exact
 //   ROPE_TABLE             element type of these tables
@@ -20,6 +22,8 @@
 //   ROPE_SEQUENCES         1: they lie at offsets read here, 2: they are packed along s, their
 //                          bounds are read here; positions restart in each; 0: one a batch entry
 //   ROPE_INDEX             type of these offsets or bounds
+//   ROPE_CACHE             1: some job writes into a cache, at rows that are read here
+//   ROPE_ROW               type of these rows
 //   ROPE_NUMERICS          0: fp32, rounded once, 1: the same in NeMo's order, 2: every product
 //                          and sum rounded to the type read, as Hugging Face's eager formula
 //   ROPE_VEC               V of rope_vector: 8, 4 or 2; 1 leaves rope_any alone
@@ -44,6 +48,7 @@ namespace {
 constexpr int kLanes = 32;
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = ROPE_FULL ? 2 : 1;
+constexpr int kJobs = ROPE_CACHE ? 3 : 2;
 constexpr bool kMixed = ROPE_READ_PAIRS != ROPE_WRITE_PAIRS;
 constexpr bool kIsTable = ROPE_SOURCE == 1, kIsExact = ROPE_SOURCE == 3;
 // A position that no row of the table belongs to can only be noticed here.
@@ -86,10 +91,15 @@ struct Job {
   unsigned* flag;
   long long x_b, x_h, x_s, x_d;
   long long y_b, y_h, y_s, y_d;
+  long long x_g, y_g;                  // what each group of heads before it adds to a head's place
+  unsigned long long group_magic;      // 2^64 / heads of a group, up; 0 if that is 1
+  const ROPE_ROW* cache_at;            // the row of y where each batch entry's first one goes; null:
+  long long cache_b, cache_last;       // row 0.  The last row where it may go
   int cp_size, cp_rank;
   int batch, heads, rows, dim;         // sequences (b if each is a batch entry), h, s, d
   int tokens;                          // tokens a batch entry; ragged: of the whole buffer
-  int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs)
+  int begin, pairs;                    // the rotated channels are [begin, begin + 2 pairs), none
+                                       // for what only goes into a cache
   int part_heads;                      // heads that one warp takes
   Split turn, pass;                    // for the rotated channels, for the others
   int adjoint;                         // 1: sines come from the partner's column
@@ -101,12 +111,14 @@ struct Job {
 // grid.x: tiles of tokens times parts; a part is a warp's share of the heads of a token.
 // grid.y and grid.z together: batch entries, 1 if sequences lie in one buffer.
 struct Params {
-  Job job[2];
   unsigned long long parts_magic;  // 2^64 / parts, rounded up; 0 if parts is 1
-  int parts;        // of both jobs together
+  int parts;        // of all jobs together
   int first_parts;  // of job 0
+  int both_parts;   // of jobs 0 and 1
   int warps_s;      // log2 of the warps of a block that lie along s; the rest lies along b
   int log_group;    // 2^log_group tiles run over one part before they run over the next
+  int unused;
+  Job job[kJobs];
 };
 
 // x / divisor, without the long way of a division. magic is 2^64 / divisor, rounded up; 0 for 1.
@@ -253,6 +265,7 @@ struct Token {
   int rows;  // of its sequence
   long long x, y;
   float value;  // that fills it
+  bool is_lost;  // its row would lie outside of the cache
 };
 
 // Bits of Job::flag.
@@ -260,6 +273,7 @@ constexpr unsigned kBadOrder = 1;     // an offset is negative, or less than the
 constexpr unsigned kBadReach = 2;     // a sequence ends past its buffer
 constexpr unsigned kBadPosition = 4;  // a position lies outside the table
 constexpr unsigned kBadChunks = 8;    // a sequence cannot be cut into 2 cp_size chunks
+constexpr unsigned kBadCache = 16;    // rows would lie outside of the cache
 
 #if ROPE_SEQUENCES
 
@@ -425,7 +439,14 @@ __device__ inline Token token_of(const Job& job, int, int t, int lane) {
 #else
 
 __device__ inline Token token_of(const Job& job, int b, int s, int) {
-  return {Fate::kTurn, b, s, job.rows, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s, 0.0f};
+  Token token{Fate::kTurn, b, s, job.rows, b * job.x_b + s * job.x_s, b * job.y_b + s * job.y_s};
+  if constexpr (ROPE_CACHE) {
+    // Not waited for before the first store: what is read meanwhile does not depend on it.
+    const long long row = job.cache_at ? job.cache_at[b * job.cache_b] : 0;
+    token.is_lost = row < 0 || row > job.cache_last;
+    token.y += (token.is_lost ? 0 : row) * job.y_s;
+  }
+  return token;
 }
 
 #endif
@@ -610,6 +631,13 @@ struct Held {
 
 // ---- the heads of a token -----------------------------------------------------------------------
 
+// Where a head starts, in elements from where its token does.
+__device__ inline long long place_of(const Job& job, int head, long long step, long long group) {
+  long long place = head * step;
+  if constexpr (ROPE_GROUPS) place += quotient(head, job.group_magic) * group;
+  return place;
+}
+
 // The two channels of a pair: y1 of cos1 and sin1, y2 of cos2 and sin2.
 __device__ inline void rotate_pair(float factor, float x1, float x2, float cos1, float sin1,
                                    float cos2, float sin2, float& y1, float& y2) {
@@ -681,22 +709,25 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
     const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
     const long long x_next = (x2 - x1) * x_d, y_next = (y2 - y1) * y_d;
     int head = from + seat.head, wanted = head;
-    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + head * job.x_h +
+    // Of its first head; in two levels, of its token.
+    const int own = ROPE_GROUPS ? 0 : head;
+    const ROPE_IN* x = job.x + first.x + seat.token * job.x_s + own * job.x_h +
                        (job.begin + x1) * x_d;
-    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + head * job.y_h +
+    ROPE_OUT* y = job.y + first.y + seat.token * job.y_s + own * job.y_h +
                   (job.begin + y1) * y_d;
     const bool is_there =
         seat.head < split.heads && block + seat.vec < vecs && first.s + seat.token < job.rows;
-    const int end = is_there ? to : 0;
+    const int end = is_there ? to : 0, kept = ROPE_CACHE && first.is_lost ? 0 : end;
 
     Vec<ROPE_IN, V> a[kFlight<V>], c[kFlight<V>];
     const auto load = [&](int f) {
       if (wanted < end) {
-        a[f].load(x);
-        c[f].load(x + x_next);
+        const ROPE_IN* at = ROPE_GROUPS ? x + place_of(job, wanted, job.x_h, job.x_g) : x;
+        a[f].load(at);
+        c[f].load(at + x_next);
       }
       wanted += split.heads;
-      x += x_step;
+      if constexpr (!ROPE_GROUPS) x += x_step;
     };
 #pragma unroll
     for (int f = 0; f < kFlight<V>; ++f) load(f);
@@ -709,14 +740,15 @@ __device__ inline void turn_heads(const Job& job, const Token& first, const Spli
       if constexpr (kMixed) __syncwarp();
 #pragma unroll
       for (int f = 0; f < kFlight<V>; ++f) {
-        if (head < end) {
+        if (head < kept) {
           Vec<ROPE_OUT, V> to_a, to_c;
           rotate<V>(turn, job.factor, a[f], c[f], to_a, to_c);
-          to_a.store(y);
-          to_c.store(y + y_next);
+          ROPE_OUT* at = ROPE_GROUPS ? y + place_of(job, head, job.y_h, job.y_g) : y;
+          to_a.store(at);
+          to_c.store(at + y_next);
         }
         head += split.heads;
-        y += y_step;
+        if constexpr (!ROPE_GROUPS) y += y_step;
         load(f);
       }
     }
@@ -740,7 +772,8 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
   for (int token = seat.token; token < 1 << job.turn.log_tokens; token += 1 << split.log_tokens) {
     float scale = job.scale;
     if constexpr (kIsChecked) {
-      if (first.s + token < job.rows && is_outside(job, position_of(job, first, token))) {
+      const bool is_placed = (!ROPE_CACHE || job.pairs) && first.s + token < job.rows;
+      if (is_placed && is_outside(job, position_of(job, first, token))) {
         scale = nanf("");
       }
     }
@@ -749,21 +782,25 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
     for (int block = 0; block < vecs; block += kLanes) {
       const int vec = block + seat.vec;
       const bool is_there = seat.head < split.heads && vec < vecs && first.s + token < job.rows;
-      const int end = is_there ? to : 0;
+      const int end = is_there ? to : 0, kept = ROPE_CACHE && first.is_lost ? 0 : end;
       const int channel = vec * V + (vec < before ? 0 : 2 * job.pairs);
       int head = from + seat.head;
-      const ROPE_IN* x = job.x + first.x + token * job.x_s + head * job.x_h + channel * x_d;
-      ROPE_OUT* y = job.y + first.y + token * job.y_s + head * job.y_h + channel * y_d;
+      const int own = ROPE_GROUPS ? 0 : head;
+      const ROPE_IN* x = job.x + first.x + token * job.x_s + own * job.x_h + channel * x_d;
+      ROPE_OUT* y = job.y + first.y + token * job.y_s + own * job.y_h + channel * y_d;
 
       for (; head < end; head += kFlight<V> * split.heads) {
         Vec<ROPE_IN, V> a[kFlight<V>];
 #pragma unroll
         for (int f = 0; f < kFlight<V>; ++f) {
-          if (head + f * split.heads < end) a[f].load(x + f * x_step);
+          const int nth = head + f * split.heads;
+          if (nth >= end) continue;
+          a[f].load(ROPE_GROUPS ? x + place_of(job, nth, job.x_h, job.x_g) : x + f * x_step);
         }
 #pragma unroll
         for (int f = 0; f < kFlight<V>; ++f) {
-          if (head + f * split.heads >= end) continue;
+          const int nth = head + f * split.heads;
+          if (nth >= kept) continue;
           Vec<ROPE_OUT, V> to_a;
           if constexpr (is_same) to_a = a[f];
           if (!is_same || !is_copy) {
@@ -772,10 +809,12 @@ __device__ inline void pass_heads(const Job& job, const Token& first, const Spli
               to_a.set(k, times(a[f].get(k), scale), times(a[f].get((k + 1) % V), scale));
             }
           }
-          to_a.store(y + f * y_step);
+          to_a.store(ROPE_GROUPS ? y + place_of(job, nth, job.y_h, job.y_g) : y + f * y_step);
         }
-        x += kFlight<V> * x_step;
-        y += kFlight<V> * y_step;
+        if constexpr (!ROPE_GROUPS) {
+          x += kFlight<V> * x_step;
+          y += kFlight<V> * y_step;
+        }
       }
     }
   }
@@ -790,7 +829,7 @@ __device__ inline void fill_heads(const Job& job, const Token& token, int from, 
   for (int k = 0; k < V; k += 2) all.set(k, token.value, token.value);
   for (int head = from; head < to; ++head) {
     for (int vec = lane; vec < job.dim / V; vec += kLanes) {
-      all.store(job.y + token.y + head * job.y_h + vec * V * y_d);
+      all.store(job.y + token.y + place_of(job, head, job.y_h, job.y_g) + vec * V * y_d);
     }
   }
 }
@@ -801,7 +840,7 @@ template <int V, int A>
 __device__ inline void do_heads(const Job& job, const Token& token, const Split& turn,
                                 const Split& pass, int from, int to, int lane) {
   if (token.fate == Fate::kTurn) {
-    turn_heads<V, A>(job, token, turn, from, to, lane);
+    if (!ROPE_CACHE || job.pairs) turn_heads<V, A>(job, token, turn, from, to, lane);
     if constexpr (ROPE_PASS) pass_heads<V>(job, token, pass, from, to, lane);
   } else if (token.fate == Fate::kFill) {
     fill_heads<V>(job, token, from, to, lane);
@@ -814,9 +853,9 @@ __device__ inline void walk(const Params& p) {
   const unsigned share = blockIdx.x >> p.log_group, group = quotient(share, p.parts_magic);
   const int tile = (group << p.log_group) + (blockIdx.x - (share << p.log_group));
   int part = share - group * p.parts;
-  const bool is_second = part >= p.first_parts;
-  const Job& job = p.job[is_second];
-  if (is_second) part -= p.first_parts;
+  const bool is_second = part >= p.first_parts, is_third = ROPE_CACHE && part >= p.both_parts;
+  const Job& job = p.job[is_second + is_third];
+  if (is_second) part -= is_third ? p.both_parts : p.first_parts;
   const int s = ((tile << p.warps_s) + (warp & ((1 << p.warps_s) - 1))) << job.turn.log_tokens;
   const int b = (blockIdx.z * gridDim.y + blockIdx.y) * (ROPE_WARPS >> p.warps_s) +
                 (warp >> p.warps_s);
@@ -843,6 +882,7 @@ __device__ inline void walk(const Params& p) {
     }
   }
   do_heads<V, A>(job, token, job.turn, job.pass, from, to, lane);
+  if (ROPE_CACHE && token.is_lost && lane == 0) atomicOr(job.flag, kBadCache);
 }
 
 }  // namespace

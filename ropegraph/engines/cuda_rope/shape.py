@@ -121,7 +121,7 @@ def _fits(job: Job, vec: int) -> bool:
         *outer, stride_d = side.stride
         if stride_d != 1:
             return False
-        if any(s * side.dtype.itemsize % alignment(side, vec) for s in outer):
+        if any(s * side.dtype.itemsize % alignment(side, vec) for s in (*outer, side.group)):
             return False
     return True
 
@@ -129,7 +129,7 @@ def _fits(job: Job, vec: int) -> bool:
 def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
     """The shape of a launch of these jobs with vectors of ``vec`` pairs."""
     # One kernel serves all jobs: where one wants many tokens, the lanes of all take more sines.
-    log_tokens = min(_log_tokens(job, job.pairs // vec) for job in jobs)
+    log_tokens = min(_log_tokens(job, _vectors(job, vec)) for job in jobs)
     cuts = tuple(_cut(job, vec, log_tokens) for job in jobs)
     held = max(cut.turn.lanes << cut.turn.log_tokens for cut in cuts)
     angles = 1
@@ -147,7 +147,7 @@ def shape_of(jobs: Sequence[Job], vec: int) -> Shape:
 
 def _cut(job: Job, vec: int, log_tokens: int) -> Cut:
     """An even share of the heads for each warp, in whole units."""
-    turn = _split(job.pairs // vec, log_tokens)
+    turn = _split(_vectors(job, vec), log_tokens)
     others = _split((job.dim[3] - 2 * job.pairs) // vec, turn.log_tokens)
     units = -(-job.dim[1] // turn.heads)
     most = UNITS if job.offsets is None else RAGGED_UNITS
@@ -155,6 +155,11 @@ def _cut(job: Job, vec: int, log_tokens: int) -> Cut:
     part_heads = -(-units // -(-units // most)) * turn.heads
     tiles = -(-job.dim[2] >> turn.log_tokens)
     return Cut(turn, others, part_heads, -(-job.dim[1] // part_heads), tiles)
+
+
+def _vectors(job: Job, vec: int) -> int:
+    """Vectors of pairs in a head row; what turns nothing is dealt out as if all of it turned."""
+    return max(1, (job.pairs or job.dim[3] // 2) // vec)
 
 
 def _is_token_next(job: Job) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.job import Job
 from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.shape import Shape
@@ -17,13 +18,18 @@ FLIGHT = 2  # units in flight a warp
 
 @dataclass(frozen=True)
 class Variant:
-    """One translation unit: rope_vector for ``vec`` > 1, and rope_any."""
+    """One translation unit: rope_vector for ``vec`` > 1, and rope_any.
+
+    cache: type of the rows where something goes into a cache, None if nothing does.
+    """
 
     kind: Kind
     passes: bool
     vec: int
     angles: int
     warps: int
+    groups: bool = False
+    cache: DType | None = None
 
     @property
     def resident(self) -> int:
@@ -32,6 +38,8 @@ class Variant:
         is_wide = self.vec * kind.read.itemsize > 16
         is_placed, is_apart = kind.position != "rows", kind.sequences != "dense"
         demands = sum((self.passes, is_placed, is_apart, is_wide, kind.is_full))
+        if self.cache is not None:
+            return 16 if is_wide or kind.is_full else 20
         if kind.source == "freqs" and not is_placed and kind.sequences != "packed":
             return 20 if kind.is_full else 24 if demands else 32
         if demands > 2 and (is_wide or kind.is_full):
@@ -47,6 +55,9 @@ class Variant:
         """Macro -> value."""
         return self.kind.macros | {
             "ROPE_PASS": str(int(self.passes)),
+            "ROPE_GROUPS": str(int(self.groups)),
+            "ROPE_CACHE": str(int(self.cache is not None)),
+            "ROPE_ROW": (self.cache or DType.INT32).c_name,
             "ROPE_VEC": str(self.vec),
             "ROPE_ANGLES": str(self.angles),
             "ROPE_FLIGHT": str(FLIGHT),
@@ -63,9 +74,12 @@ class Variant:
 def variant_of(jobs: Sequence[Job], shape: Shape) -> Variant:
     """The variant for jobs of one kind."""
     return Variant(
-        kind=jobs[0].kind,
+        # Any kind serves what turns nothing.
+        kind=next((job.kind for job in jobs if job.pairs), jobs[0].kind),
         passes=any(job.passes for job in jobs),
         vec=shape.vec,
         angles=shape.angles,
         warps=shape.warps,
+        groups=any(job.x.group or job.y.group for job in jobs),
+        cache=next((job.cache.dtype for job in jobs if job.cache is not None), None),
     )

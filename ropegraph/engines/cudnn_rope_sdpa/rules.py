@@ -47,7 +47,12 @@ def node_rules(step: Step, device: Device) -> tuple[str, ...]:
         found.append(f"needs cuDNN 9.24 or newer, this is {here}")
     if isinstance(attrs, RopePair):
         parts = (replace(step, node=part) for part in singles(step.node))
-        found += [rule for part in parts for rule in _rotation(part, device)]
+        found += [
+            rule
+            for part in parts
+            if isinstance(part.node.attrs, Rotation)
+            for rule in _rotation(part, device)
+        ]
     elif isinstance(attrs, Rotation):
         found += _rotation(step, device)
     elif isinstance(attrs, Attention):
@@ -91,6 +96,8 @@ def _rotation(step: Step, device: Device) -> Iterator[str]:
     if attrs.rope_offset != x.dim[3] - attrs.rope_dim:
         yield f"rope_offset={attrs.rope_offset}; cuDNN rotates the last {attrs.rope_dim} channels"
     yield from _meaning(attrs)
+    if step.has("cache"):
+        yield "it writes into a cache"
     for name in POSITION_PORTS:
         if step.has(name):
             yield f"{name} is given; cuDNN rotates row i of the data by row i of freqs"

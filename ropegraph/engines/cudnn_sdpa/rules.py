@@ -80,6 +80,12 @@ def layout(f: Facts) -> Iterator[str]:
         if value.dim[3] > 1 and value.stride[3] != 1:
             yield f"{port} has stride {value.stride[3]} along its last axis; cuDNN wants 1"
     for port, value in f.present(OPERANDS):
+        start = value.start * value.dtype.itemsize
+        if start % ALIGNMENT_BYTES:
+            yield (
+                f"{port} starts {start} bytes into {value.within!r}, not a multiple of "
+                f"{ALIGNMENT_BYTES}"
+            )
         for axis in range(3):
             step = value.stride[axis] * value.dtype.itemsize
             if value.dim[axis] > 1 and step % ALIGNMENT_BYTES:

@@ -9,22 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ropegraph.dtypes import DType
 from ropegraph.engines.reference.buffers import gather, scatter
+from ropegraph.engines.reference.cache import RunCacheWrite, cache_starts
 from ropegraph.engines.reference.mla import RunMla, RunMlaBackward
+from ropegraph.engines.reference.norm import RunNorm, RunNormBackward
 from ropegraph.engines.reference.packed import RunPacked
 from ropegraph.engines.reference.rope import RunRope, why_not_rope
 from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
+from ropegraph.ir.norm import unfused
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -54,16 +65,27 @@ class Reference:
         Matmul,
         SplitQkv,
         JoinQkv,
+        CacheWrite,
         MlaKvRope,
         MlaKvRopeBackward,
+        RmsNorm,
+        RmsNormBackward,
+        NormRope,
+        NormRopeBackward,
+        NormRopePair,
     )
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         match step.node.attrs:
             case RopePair(parts):
-                return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part)))
+                turned = [part for part in parts if not isinstance(part, CacheWrite)]
+                return tuple(dict.fromkeys(r for part in turned for r in why_not_rope(part)))
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return why_not_rope(attrs)
+            case NormRope() | NormRopeBackward() as attrs:
+                return why_not_rope(attrs.rope)
+            case NormRopePair(parts):
+                return tuple(dict.fromkeys(r for part in parts for r in why_not_rope(part.rope)))
             case _:
                 return ()
 
@@ -71,9 +93,11 @@ class Reference:
         match step.node.attrs:
             case Rope() | RopeBackward() | RopeFreqsGrad() as attrs:
                 return RunRope(step, attrs)
-            case RopePair():
-                parts = (replace(step, node=single) for single in singles(step.node))
-                return RunBoth(tuple(self.compile(part, device) for part in parts))
+            case RopePair() | NormRopePair():
+                parts = tuple(replace(step, node=single) for single in singles(step.node))
+                return RunAll(parts, tuple(self.compile(part, device) for part in parts))
+            case CacheWrite():
+                return RunCacheWrite(step)
             case Sdpa() as attrs:
                 return RunSdpa(step, attrs)
             case SdpaBackward() as attrs:
@@ -90,15 +114,51 @@ class Reference:
                 return RunMla(step, attrs)
             case MlaKvRopeBackward() as attrs:
                 return RunMlaBackward(step, attrs)
+            case RmsNorm() as attrs:
+                return RunNorm(step, attrs)
+            case RmsNormBackward() as attrs:
+                return RunNormBackward(step, attrs)
+            case NormRope() | NormRopeBackward():
+                return self._chain(step)
+
+    def _chain(self, step: Step) -> RunChain:
+        """The parts of a fused node, with fp64 between."""
+        nodes, between = unfused(cast(Any, step.node), step.values, DType.DOUBLE)
+        # Behind the values comes the scratch memory.
+        slots = {v.name: len(step.slots) + 1 + i for i, v in enumerate(between)}
+        values = {**step.values, **{v.name: v for v in between}}
+        inner = replace(step, values=values, slots={**step.slots, **slots})
+        parts = (self.compile(replace(inner, node=node), Device()) for node in nodes)
+        return RunChain(tuple(parts), len(step.slots) + 1, tuple(v.dim for v in between))
 
 
 @dataclass(frozen=True)
-class RunBoth:
-    """The parts of a pair, one after the other."""
+class RunChain:
+    """Parts one after another; the tensors between them come behind the first ``count``."""
 
+    parts: tuple[Executable, ...]
+    count: int
+    between: tuple[tuple[int, ...], ...]
+
+    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        own = [*env, *[env[0]] * (self.count - len(env))]
+        device = env[0].device
+        own += (torch.empty(dim, dtype=torch.float64, device=device) for dim in self.between)
+        for part in self.parts:
+            part(own, stream)
+
+
+@dataclass(frozen=True)
+class RunAll:
+    """The parts of one launch, one after the other, once all know where they write."""
+
+    steps: tuple[Step, ...]
     parts: tuple[Executable, ...]
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
+        for step in self.steps:
+            if step.has("cache"):
+                cache_starts(step, env)
         for part in self.parts:
             part(env, stream)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ropegraph.engines.reference.angles import Lanes, channels, lanes
 from ropegraph.engines.reference.buffers import gather, round_once, scatter
+from ropegraph.engines.reference.cache import cache_starts, write_rows
 from ropegraph.engines.reference.positions import Places, outside, places, refuse
 from ropegraph.errors import PositionError
 from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, Rotation
@@ -45,8 +46,12 @@ class RunRope:
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         step, attrs = self.step, self.attrs
         target = next(iter(step.node.outputs))
+        starts = cache_starts(step, env) if step.has("cache") else None
         if not all(step.value(next(iter(step.node.inputs))).dim):  # nothing is rotated
-            env[step.slot(target)].zero_()
+            if starts is not None:
+                write_rows(step, env, starts, env[step.slot("input")].detach())
+            else:
+                env[step.slot(target)].zero_()
             return
         may_raise = env[step.slot(target)].is_cpu
         try:
@@ -75,7 +80,10 @@ class RunRope:
         result[_rows(found, result.device).expand(result.shape[:3])] = 0.0
         for i, row in wrong:
             result[i, :, row] = torch.nan
-        scatter(step, target, env, result)
+        if starts is not None:
+            write_rows(step, env, starts, result)
+        else:
+            scatter(step, target, env, result)
 
     def _turn(
         self,

@@ -9,11 +9,17 @@ from ropegraph.engines.torch_executor.matmul import MatmulStep
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
+    CacheWrite,
     JoinQkv,
     Matmul,
     MlaKvRope,
     MlaKvRopeBackward,
+    NormRope,
+    NormRopeBackward,
+    NormRopePair,
     Op,
+    RmsNorm,
+    RmsNormBackward,
     Rope,
     RopeBackward,
     RopeFreqsGrad,
@@ -36,8 +42,9 @@ class TorchExecutor:
     name = "torch"
     ops: tuple[type[Op], ...] = (
         Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        Matmul, SplitQkv, JoinQkv,
+        Matmul, SplitQkv, JoinQkv, CacheWrite,
         MlaKvRope, MlaKvRopeBackward,
+        RmsNorm, RmsNormBackward, NormRope, NormRopeBackward, NormRopePair,
     )  # fmt: skip
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
@@ -68,6 +75,10 @@ class TorchExecutor:
                 from ropegraph.engines.torch_executor.mla import compile_mla
 
                 return compile_mla(step)
+            case RmsNorm() | RmsNormBackward() | NormRope() | NormRopeBackward() | NormRopePair():
+                from ropegraph.engines.torch_executor.norm import compile_norm
+
+                return compile_norm(step)
             case _:
                 from ropegraph.engines.torch_executor.rope import compile_rope
 

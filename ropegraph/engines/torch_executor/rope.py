@@ -1,21 +1,22 @@
-"""The steps of rope and rope_backward in torch: dense or ragged data, one rotation or two."""
+"""The steps of rope and rope_backward in torch: dense or ragged data, one launch's parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ropegraph.engines.torch_executor.angles import Tables, compute_dtype, cos_sin
+from ropegraph.engines.torch_executor.cache import CachePlace, CacheRows, CacheWriteStep
 from ropegraph.engines.torch_executor.freqs_grad import FreqsGradStep
 from ropegraph.engines.torch_executor.positions import Positions, Rows
 from ropegraph.engines.torch_executor.rotator import Rotator
 from ropegraph.engines.torch_executor.sequences import lengths_of, read_starts, views
 from ropegraph.ir.graph import singles
-from ropegraph.ir.ops import ANGLE_PORTS, Rope, RopeBackward, RopeFreqsGrad, RopePair
+from ropegraph.ir.ops import ANGLE_PORTS, CacheWrite, Rope, RopeBackward, RopeFreqsGrad, RopePair
 from ropegraph.lowering.engine import Executable, Step
 
 # The [h, n, d] views of one ragged tensor that are read, with those that are written.
@@ -23,10 +24,14 @@ Sequences = list[tuple[Tensor, Tensor]]
 
 
 class Place(NamedTuple):
-    """Where one execution reads and writes: the sequences of ragged data, the rows' positions."""
+    """Where one execution reads and writes: the sequences of ragged data, the rows' positions.
+
+    cache: the rows that are written, where that is a cache.
+    """
 
     sequences: Sequences | None
     rows: Rows | None
+    cache: CacheRows | None = None
 
 
 class RopeStep:
@@ -41,6 +46,7 @@ class RopeStep:
         self.count, self.positions = self.x_value.dim[-2], Positions(step)
         ragged = self.x_value.ragged_offset
         self.offsets = -1 if ragged is None else step.slots[ragged]
+        self.cache = CachePlace(step) if step.has("cache") else None
         self._rows: Rows | None = None
 
     @property
@@ -57,7 +63,8 @@ class RopeStep:
     def place(self, env: Sequence[Tensor]) -> Place:
         """What is read and written, and where.  Raises PositionError; nothing is written yet."""
         if self.offsets < 0:
-            return Place(None, self.positions(env))
+            cache = None if self.cache is None else self.cache.rows(env)
+            return Place(None, self.positions(env), cache)
         starts = read_starts(env[self.offsets], self.x_value)
         lengths = lengths_of(starts, self.x_value)
         sources = views(env[self.x], self.x_value, starts, lengths)
@@ -69,10 +76,18 @@ class RopeStep:
 
         What belongs to no sequence becomes zero.
         """
-        x, out, (sequences, rows) = env[self.x], env[self.out], place
-        self._rows = rows
+        x, out, (sequences, rows, cache) = env[self.x], env[self.out], place
         if sequences is None:
             x, out = self._alike(x, out)
+        self._rows = rows
+        if self.cache is not None and cache is not None:
+            turned = torch.empty_like(x, dtype=out.dtype)
+            self.rotate(x, turned, tables)
+            if rows is not None:
+                _mark(turned, rows)
+            self.cache.write(env, cache, turned)
+            return
+        if sequences is None:
             self.rotate(x, out, _between(tables) if x.dim() == 5 else tables)
             if rows is not None:
                 _mark(out, rows)
@@ -100,7 +115,8 @@ class RopeStep:
 
     def faults(self) -> tuple[str, ...]:
         """What the last run noticed of positions; waits for the device."""
-        return () if self._rows is None else self._rows.faults()
+        found = () if self._rows is None else self._rows.faults()
+        return found if self.cache is None else found + self.cache.faults()
 
 
 def _between(tables: Tables) -> Tables:
@@ -119,29 +135,38 @@ def _mark(out: Tensor, rows: Rows) -> None:
 
 
 class RopePairStep:
-    """Two rotations; the cosines and sines are made once where both make the same ones."""
+    """Two or three parts; cosines and sines are made once where one after the other needs them."""
 
     def __init__(self, step: Step, pair: RopePair) -> None:
-        parts = [replace(step, node=node) for node in singles(step.node)]
-        self.first, self.second = map(RopeStep, parts, pair.parts)
-        self.shared = self.first.key == self.second.key
+        self.parts = [
+            CacheWriteStep(replace(step, node=node))
+            if isinstance(attrs, CacheWrite)
+            else RopeStep(replace(step, node=node), attrs)
+            for node, attrs in zip(singles(step.node), pair.parts, strict=True)
+        ]
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        first, second = self.first.place(env), self.second.place(env)
-        tables = self.first.tables(env, first.rows)
-        self.first.run(env, tables, first)
-        if not self.shared:
-            tables = self.second.tables(env, second.rows)
-        self.second.run(env, tables, second)
+        placed = [(part, part.place(env)) for part in self.parts]
+        tables, key = None, None
+        for part, place in placed:
+            if isinstance(part, CacheWriteStep):
+                part.run(env, cast(CacheRows, place))
+                continue
+            place = cast(Place, place)
+            if tables is None or part.key != key:
+                tables, key = part.tables(env, place.rows), part.key
+            part.run(env, tables, place)
 
     def faults(self) -> tuple[str, ...]:
-        """What the last run noticed in either part."""
-        return tuple(dict.fromkeys(self.first.faults() + self.second.faults()))
+        """What the last run noticed in any part."""
+        return tuple(dict.fromkeys(text for part in self.parts for text in part.faults()))
 
 
 def compile_rope(step: Step) -> Executable:
-    """The executable of a Rope, RopeBackward, RopePair or RopeFreqsGrad step."""
+    """The executable of a Rope, RopeBackward, RopePair, RopeFreqsGrad or CacheWrite step."""
     match step.node.attrs:
+        case CacheWrite():
+            return CacheWriteStep(step)
         case RopePair() as pair:
             return RopePairStep(step, pair)
         case RopeFreqsGrad() as attrs:

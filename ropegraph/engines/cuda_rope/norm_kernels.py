@@ -1,0 +1,55 @@
+"""Compiles norm_rope.cu for a step."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ropegraph.engines.cuda_rope.cupy_types import device_guard, import_cupy
+from ropegraph.engines.cuda_rope.launch import Nothing
+from ropegraph.engines.cuda_rope.norm import (
+    NormJob,
+    NormVariant,
+    norm_jobs,
+    norm_shape,
+    norm_variant,
+    source,
+    widest_vector,
+)
+from ropegraph.engines.cuda_rope.norm_launch import NormLaunch, NormLoaded
+from ropegraph.lowering.engine import Device, Executable, Step
+
+
+@cache
+def load(variant: NormVariant, index: int) -> NormLoaded:
+    """Compile and load, once per variant and GPU; CuPy keeps what it compiled on disk as well."""
+    cupy = import_cupy()
+    with device_guard(cupy, index):
+        # Makes the context of this GPU current: the primary one, which is that of torch too.
+        torch.cuda.synchronize(index)
+        module = cupy.RawModule(code=source(), options=variant.options, backend="nvrtc")
+        found = {name: module.get_function(name).kernel.ptr for name in variant.kernels}
+        driver = cupy.cuda.driver
+        vector, last = found.get("norm_vector", 0), found.get("norm_sum", 0)
+        return NormLoaded(driver, driver.ctxGetCurrent(), vector, found["norm_any"], last)
+
+
+def active(step: Step) -> tuple[NormJob, ...]:
+    """The jobs with something to do: the gradient of a weight is written though it be 0."""
+    return tuple(j for j in norm_jobs(step) if not j.rope.is_empty or j.dscale >= 0)
+
+
+def build_norm(step: Step, device: Device) -> Executable:
+    """Compile the kernels of the step for the device, and pack their arguments."""
+    jobs = active(step)
+    if not jobs:
+        return Nothing()
+    vec = widest_vector(jobs)
+    loaded = load(norm_variant(jobs, norm_shape(jobs, vec)), device.index)
+    flag = None
+    if any(job.rope.is_watched for job in jobs):
+        where = torch.device("cuda", device.index)
+        flag = torch.zeros(1, dtype=torch.int32, device=where)
+        torch.cuda.synchronize(where)
+    return NormLaunch(step.name, jobs, loaded, vec, flag)

@@ -1,0 +1,142 @@
+"""norm_rope.cu on the CPU, in the way of host.py: built by g++ under sanitizers."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ropegraph.engines.cuda_rope.norm import (
+    NormVariant,
+    norm_shape,
+    norm_variant,
+    source,
+    widest_vector,
+)
+from ropegraph.engines.cuda_rope.norm_kernels import active
+from ropegraph.engines.cuda_rope.norm_launch import NormLaunch, NormLoaded, NormParams
+from ropegraph.lowering.engine import Step
+from tests.kernels import host
+from tests.kernels.cases import Case
+from tests.missing import missing
+
+KERNELS = {1: "norm_vector", 2: "norm_any", 3: "norm_sum"}
+
+
+class Recorder(host.Recorder):
+    """A driver that writes down the parameters of norm_rope.cu."""
+
+    def launchKernel(
+        self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int,
+        shared_bytes: int, stream: int, params: int, extra: int,
+    ) -> None:  # fmt: skip
+        block = ctypes.c_void_p.from_address(params).value
+        assert block is not None
+        data = ctypes.string_at(block, ctypes.sizeof(NormParams))
+        self.launches.append(host.Launch(f, (gx, gy, gz), bx, stream, data))
+
+
+def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> NormLaunch:
+    """The launcher that build_norm() would make, on a recording driver."""
+    jobs = active(step)
+    watched = any(job.rope.is_watched for job in jobs)
+    loaded = NormLoaded(driver, 1, 1, 2, 3)
+    return NormLaunch(step.name, jobs, loaded, widest_vector(jobs), flag if watched else None)
+
+
+def variant_for(step: Step) -> NormVariant:
+    """The variant that build_norm() would compile."""
+    jobs = active(step)
+    return norm_variant(jobs, norm_shape(jobs, widest_vector(jobs)))
+
+
+def run(cases: Sequence[Case], where: Path) -> list[tuple[str, ...]]:
+    """Run every case, each on its own variant. Returns the kernels that each took."""
+    recorded: list[list[tuple[NormVariant, host.Launch]]] = []
+    extra: list[list[Tensor]] = []
+    for given in cases:
+        driver = Recorder()
+        launch = launcher(given.step, driver, given.flag)
+        # As long as asked for and no longer, so that the sanitizer sees one byte too many.
+        scratch = torch.full((launch.workspace_bytes // 4,), torch.nan)
+        launch([*given.env, scratch], 0)
+        recorded.append([(variant_for(given.step), each) for each in driver.launches])
+        starts = {offset // 4 for k in (launch.fast, launch.slow) for _, offset in k.sums}
+        extra.append([scratch, *(scratch[start:] for start in starts)])
+    used = dict.fromkeys((v, each.function) for all_ in recorded for v, each in all_)
+    program = build(list(used), where)
+    # One launch of each case after the other: a second one reads what the first one wrote.
+    for turn in range(max(map(len, recorded))):
+        data: list[bytes] = []
+        written: list[Tensor] = []
+        for given, launches, scratch in zip(cases, recorded, extra, strict=True):
+            if turn < len(launches):
+                variant, launch = launches[turn]
+                nth = list(used).index((variant, launch.function))
+                tensors = [*given.env, given.flag, *scratch]
+                record, stores = host._record(nth, launch, tensors, has_third=False)
+                data.append(record)
+                written += stores
+        (where / "in").write_bytes(host._numbers(len(data)) + b"".join(data))
+        host._execute(program, where)
+        back = memoryview((where / "out").read_bytes())
+        for store in written:
+            ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
+            back = back[store.numel() :]
+        assert not back
+    return [tuple(KERNELS[each.function] for _, each in launches) for launches in recorded]
+
+
+def build(kernels: Sequence[tuple[NormVariant, int]], where: Path) -> Path:
+    """The program with these kernels of these variants in it."""
+    lines: list[str] = ['#include "norm_host.h"']
+    entries: dict[tuple[NormVariant, int], str] = {}
+    for i, variant in enumerate(dict.fromkeys(v for v, _ in kernels)):
+        names = {name: f"{name}_{i}" for name in KERNELS.values()}
+        macros = variant.macros | names
+        lines += (f"#define {name} {value}" for name, value in macros.items())
+        lines += (f"namespace v{i} {{", '#include "norm_all.cu"', "NormParams held;")
+        for function, name in KERNELS.items():
+            if (variant, function) not in kernels:
+                continue
+            lines += (
+                f"void run_{function}(const char* params, Dim3 grid, unsigned threads) {{",
+                "  memcpy(&held, params, sizeof held);",
+            )
+            if name == "norm_sum":
+                lines += (
+                    "  static Sums sums;",
+                    "  host::launch_halves([] { sum_rows(held, sums); },",
+                    "                      [] { sum_warps(held, sums); }, grid, threads);",
+                )
+            else:
+                lines.append(f"  host::launch([] {{ {name}(held); }}, grid, threads);")
+            lines.append("}")
+            entries[variant, function] = f"  {{v{i}::run_{function}, sizeof(v{i}::NormParams)}},"
+        lines.append("}")
+        lines += (f"#undef {name}" for name in macros)
+    lines += (
+        "struct Kernel {",
+        "  void (*run)(const char*, Dim3, unsigned);",
+        "  size_t params_bytes;",
+        "};",
+        "const Kernel kKernels[] = {", *(entries[kernel] for kernel in kernels), "};",
+    )  # fmt: skip
+    (where / "variants.inc").write_text("\n".join(lines) + "\n")
+    (where / "norm_all.cu").write_text(source())
+    (where / "norm_host.h").write_bytes((host.HERE / "norm_host.h").read_bytes())
+    (where / "main.cpp").write_bytes((host.HERE / "host_main.cpp").read_bytes())
+    program = where / "program"
+    compiler = shutil.which("g++")
+    if compiler is None:
+        missing("g++")
+    includes = (f"-I{where}", f"-I{host.HERE}", f"-I{host.cuda_headers()}")
+    done = subprocess.run(
+        [compiler, *host.FLAGS, *includes, where / "main.cpp", "-o", program],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[:6000]
+    return program
