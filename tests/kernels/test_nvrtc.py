@@ -50,6 +50,9 @@ def mixed() -> Iterator[tuple[str, Variant]]:
     for i, ((read, written), layout) in enumerate(
         itertools.product(itertools.product(DTYPES, DTYPES), LAYOUTS)
     ):
+        # Half of them, in a pattern that leaves each pair of dtypes and each layout in.
+        if (i // 4 + i % 4) % 2:
+            continue
         vec = max(1, widest(read, written) >> i % 5 % 4)
         angles = min(vec, 1 << i % 4)
         full, passes, index = bool(i // 2 % 2), bool(i // 3 % 2), INDEXES[i % 4]
