@@ -29,8 +29,8 @@ MAX_WIDTH = 512  # channels of a head row: what a warp holds in registers
 NORMS = (NormRope, NormRopeBackward, NormRopePair)
 _SERVED = (DType.HALF, DType.BFLOAT16, DType.FLOAT)
 
-# As in shape.py; to be tuned on a GPU.
-UNITS, BACKWARD_UNITS = 2, 4
+# Tuned on an H200; docs/benchmarks/cuda_norm_rope_h200.md has the figures.
+UNITS, BACKWARD_UNITS = 6, 16
 UNIT_BYTES = 16
 WARPS = 4  # of a block
 MANY_WARPS = 8192
