@@ -45,6 +45,12 @@ def read(source: object, layer_type: str | None) -> Given:
 def _of_layer(written: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
     """The parameters of one layer type, of those nested in the dictionary."""
     nested = [key for key, value in written.items() if isinstance(value, Mapping)]
+    if whole := {"rope_parameters", "rope_scaling"} & written.keys():
+        key = min(whole)
+        raise GraphError(
+            f"inv_freq: this dictionary is a whole configuration, it has {key!r}; use its "
+            f"dictionary {key!r} with 'rope_theta' in it, or the configuration object"
+        )
     if not nested:
         if layer_type is not None:
             raise GraphError(

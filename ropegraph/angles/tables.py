@@ -46,6 +46,10 @@ def freqs(
             "for fewer bits lose positions"
         )
     wide = torch.float64 if torch.float64 in (dtype, table.dtype) else torch.float32
+    if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise GraphError(
+            f"freqs: positions={positions!r:.60} is no tensor; use torch.arange(s), [s] or [b, s]"
+        )
     product = _columns(angles, positions).to(wide) * table.to(wide)
     half = product.to(dtype).unsqueeze(2)
     return half if width == "half" else torch.cat((half, half), dim=-1)

@@ -177,7 +177,8 @@ class LifeCycle:
         # An exact dict is the common case, and asking an abstract class takes longest.
         if type(variant_pack) is not dict and not isinstance(variant_pack, Mapping):
             raise GraphError(
-                f"{method}: variant_pack={variant_pack!r:.60}; use a dict of tensors to buffers"
+                f"{method}: variant_pack is {type(variant_pack).__name__}; "
+                "use a dict of tensors to buffers"
             )
         if not self.recorder.closed_by:
             self._close(f"{method}()")

@@ -76,6 +76,7 @@ class pygraph(  # noqa: N801 - FE's name
         engines: object = None,
         **fe_arguments: Any,
     ) -> None:
+        name = as_name(name, "pygraph: name")
         where = f"pygraph {name!r}"
         given = dict(
             fe_arguments,

@@ -8,25 +8,48 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ropegraph.angles.result import RopeAngles
 from ropegraph.api.checks import as_count
 from ropegraph.errors import GraphError
 
 Pair = tuple[Any, Any]
 
 
-def table(given: Tensor | None) -> Tensor | None:
+def angles(
+    freqs: Any, cos: Any, sin: Any, cos_sin: Any, inv_freq: Any
+) -> tuple[Tensor | None, ...]:
+    """What carries the angles: a table [s, r] as [s, 1, 1, r], everything else as it is."""
+    return (
+        table(freqs, "freqs"), table(cos, "cos"), table(sin, "sin"), table(cos_sin, "cos_sin"),
+        tensor(inv_freq, "inv_freq"),
+    )  # fmt: skip
+
+
+def table(given: Any, name: str) -> Tensor | None:
     """A table [s, r] as [s, 1, 1, r]; None and others as they are."""
-    if given is not None and given.dim() == 2:
-        return given[:, None, None, :]
-    return given
+    found = tensor(given, name)
+    return found[:, None, None, :] if found is not None and found.dim() == 2 else found
+
+
+def tensor(given: Any, name: str) -> Tensor | None:
+    """The tensor, or None.  Raises GraphError for anything else."""
+    if given is None or isinstance(given, Tensor):
+        return given
+    hint = "use a tensor"
+    if isinstance(given, RopeAngles):
+        hint = (
+            "give inv_freq=angles.inv_freq and attention_factor=angles.attention_factor, or the "
+            "table that ropegraph.angles.freqs makes of it"
+        )
+    raise GraphError(f"{name} is {type(given).__name__}, no tensor; {hint}")
 
 
 def pair(where: str, given: Any) -> tuple[Any, Any, bool]:
     """One tensor for Q and K, or one for each: (Q's, K's, whether K has its own)."""
     if isinstance(given, (tuple, list)):
         q, k = two(where, cast("Sequence[Any]", given))
-        return q, k, True
-    return given, None, False
+        return tensor(q, f"{where} of q"), tensor(k, f"{where} of k"), True
+    return tensor(given, where), None, False
 
 
 def two(where: str, given: Sequence[Any]) -> Pair:
@@ -89,8 +112,15 @@ def lengths(where: str, seq_lens: Any, cu_seqlens: Tensor | None) -> Pair:
         own = cu_seqlens[1:] - cu_seqlens[:-1]
         return own, own
     if isinstance(seq_lens, (tuple, list)):
-        return two(f"{where}: seq_lens", cast("Sequence[Any]", seq_lens))
-    return seq_lens, seq_lens
+        q, k = two(f"{where}: seq_lens", cast("Sequence[Any]", seq_lens))
+        if q is None or k is None:
+            raise GraphError(
+                f"{where}: seq_lens={'(None, ...)' if q is None else '(..., None)'}; give both, "
+                "the lengths of q and those of k: torch.full_like(lens, s) where all rows are real"
+            )
+        return tensor(q, f"{where}: seq_lens of q"), tensor(k, f"{where}: seq_lens of k")
+    both = tensor(seq_lens, f"{where}: seq_lens")
+    return both, both
 
 
 def tokens(where: str, x: Tensor) -> Tensor:
@@ -114,3 +144,22 @@ def broadcast(bias: Tensor | None) -> Tensor | None:
     if bias is None or bias.dim() >= 4:
         return bias
     return bias[(None,) * (4 - bias.dim())]
+
+
+# Arguments that say how to rotate, with the values at which they say nothing.
+_TURNS: dict[str, Any] = {
+    "position_ids": None, "start_positions": None, "rope_dim": 0, "rope_offset": None,
+    "interleaved": False, "interleaved_output": None, "attention_factor": 1.0, "inverse": False,
+    "half_width": False, "table_layout": None, "angle_precision": "float32", "numerics": "fp32",
+}  # fmt: skip
+
+
+def refuse_turns(where: str, **given: Any) -> None:
+    """Raise GraphError for an argument about a rotation where no angles are given."""
+    for name, value in given.items():
+        default = _TURNS[name]
+        if value is not default and (default is None or value != default):
+            raise GraphError(
+                f"{where}: {name}= is given but no angles, so nothing would be rotated; give "
+                "freqs=, cos= and sin=, cos_sin= or inv_freq=, or leave it out"
+            )

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from ropegraph.errors import GraphError
 from ropegraph.functional.arguments import (
+    angles,
     autocast,
     band,
     broadcast,
     lengths,
     pair,
+    refuse_turns,
     seed,
     sinks,
-    table,
     tokens,
 )
 from ropegraph.functional.attend import ATTENTION
@@ -91,6 +92,14 @@ def attention(
         raise GraphError(
             f"{where}: q has {q.shape[1]} heads and k {k.shape[1]}; enable_gqa=True allows that"
         )
+    if freqs is None and cos is None and cos_sin is None and inv_freq is None:
+        refuse_turns(
+            where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
+            rope_offset=rope_offset, interleaved=interleaved,
+            interleaved_output=interleaved_output, attention_factor=attention_factor,
+            inverse=inverse, half_width=half_width, table_layout=table_layout,
+            angle_precision=angle_precision, numerics=numerics,
+        )  # fmt: skip
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     q_ids, k_ids, has_ids = pair("attention: position_ids", position_ids)
     q_starts, k_starts, has_starts = pair("attention: start_positions", start_positions)
@@ -99,7 +108,7 @@ def attention(
     if cu_seqlens is not None:
         q, k, v = tokens(where, q), tokens(where, k), tokens(where, v)
     slots = (
-        q, k, v, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
+        q, k, v, *angles(freqs, cos, sin, cos_sin, inv_freq),
         q_ids, q_starts, k_ids, k_starts, cu_seqlens,
         len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, q.device),
     )  # fmt: skip

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from ropegraph.errors import GraphError
-from ropegraph.functional.arguments import autocast, band, broadcast, lengths, seed, sinks, table
+from ropegraph.functional.arguments import (
+    angles,
+    autocast,
+    band,
+    broadcast,
+    lengths,
+    refuse_turns,
+    seed,
+    sinks,
+)
 from ropegraph.functional.dispatch import call
 from ropegraph.functional.packed import QKV_ATTENTION, read_split
 
@@ -68,12 +77,20 @@ def qkv_attention(
     where = "qkv_attention"
     if in_place and recompute_rope:
         raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
+    if freqs is None and cos is None and cos_sin is None and inv_freq is None:
+        refuse_turns(
+            where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
+            rope_offset=rope_offset, interleaved=interleaved,
+            interleaved_output=interleaved_output, attention_factor=attention_factor,
+            inverse=inverse, half_width=half_width, table_layout=table_layout,
+            angle_precision=angle_precision, numerics=numerics,
+        )  # fmt: skip
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
     len_q, len_kv = lengths(where, seq_lens, None)
     slots = (
-        qkv, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
+        qkv, *angles(freqs, cos, sin, cos_sin, inv_freq),
         position_ids, start_positions, len_q, len_kv, broadcast(bias), sinks(sink),
         seed(dropout_p, qkv.device),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from ropegraph.api import tensor as handles
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
-from ropegraph.functional.arguments import table
+from ropegraph.functional.arguments import angles
 from ropegraph.functional.checks import data
 from ropegraph.functional.dispatch import call, register
 from ropegraph.functional.kind import (
@@ -93,7 +93,7 @@ def rope(
     Raises GraphError for what does not fit, and where another tensor requires grad.
     """
     tensors = (
-        x, table(freqs), table(cos), table(sin), table(cos_sin), inv_freq,
+        x, *angles(freqs, cos, sin, cos_sin, inv_freq),
         position_ids, start_positions, cu_seqlens,
     )  # fmt: skip
     attributes: tuple[Any, ...] = (

@@ -91,7 +91,7 @@ def test_bad_buffers_are_refused_as_by_execute():
     pack.pop("v")
     with pytest.raises(rg.GraphError, match="no buffer is bound to 'v'"):
         g.verify(pack)
-    with pytest.raises(rg.GraphError, match="verify: variant_pack=5"):
+    with pytest.raises(rg.GraphError, match="verify: variant_pack is int"):
         g.verify(5)
     with pytest.raises(rg.GraphError, match="'q_rot' is virtual"):
         g.verify(buffers(g) | {"q_rot": torch.zeros(2, 6, 5, 8)})
