@@ -14,7 +14,7 @@ from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import overlaps
 from ropegraph.ir.contract import Fold, FoldContract
 from ropegraph.ir.graph import Graph, Node, Value
-from ropegraph.ir.ops import Attention, Norm, Op, Rotation, op_name
+from ropegraph.ir.ops import Attention, Norm, Op, Rotation, SplitQkv, op_name
 from ropegraph.ir.types import check_dtypes, default_dtype, output_dtype, output_dtypes
 
 # The largest number fp32 holds.
@@ -128,7 +128,10 @@ def _check_output(node: RecordedNode, port: str, tensor: Tensor, dtype: DType) -
     if dtype not in allowed:
         use = "a floating type" if allowed is FLOATS else " or ".join(map(short, allowed))
         raise GraphError(f"{where} is {dtype!r}; an output must be {use}")
-    if tensor.get_ragged_offset() is None and overlaps(tensor.get_dim(), tensor.get_stride()):
+    # A part that stays where it is is read there, and nothing writes to it.
+    is_view = isinstance(node.attrs, SplitQkv) and not (tensor.is_real or tensor.spec.is_saved)
+    is_dense = tensor.get_ragged_offset() is None and not is_view
+    if is_dense and overlaps(tensor.get_dim(), tensor.get_stride()):
         raise GraphError(
             f"{where} has strides {tensor.get_stride()}, by which elements of its dim "
             f"{tensor.get_dim()} overlap; an output needs a place for each"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropegraph.api.checks import as_count
 from ropegraph.errors import GraphError
 from ropegraph.functional.arguments import (
     angles,
@@ -105,7 +106,18 @@ def attention(
     q_starts, k_starts, has_starts = pair("attention: start_positions", start_positions)
     q, k, v = autocast((q, k, v))
     len_q, len_kv = lengths(where, seq_lens, cu_seqlens)
+    if cu_seqlens is None and max_seqlen is not None:
+        raise GraphError(
+            f"{where}: max_seqlen={max_seqlen} speaks of cu_seqlens, which is not given"
+        )
     if cu_seqlens is not None:
+        if max_seqlen is not None:
+            max_seqlen = as_count(max_seqlen, f"{where}: max_seqlen", 1)
+        if freqs is not None and freqs.requires_grad and torch.is_grad_enabled():
+            raise GraphError(
+                f"{where}: freqs requires grad, which it has not with cu_seqlens; detach it, or "
+                "rotate by rope(q, freqs, cu_seqlens=cu_seqlens) first"
+            )
         q, k, v = tokens(where, q), tokens(where, k), tokens(where, v)
     slots = (
         q, k, v, *angles(freqs, cos, sin, cos_sin, inv_freq),

@@ -88,6 +88,15 @@ def qkv_attention(
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
+    has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
+    if by_groups and qkv.shape[2] > 1 and len(set(split)) > 1 and (in_place or not has_angles):
+        what = "in_place=True" if in_place else "no angles"
+        raise GraphError(
+            f"{where}: {what} with qkv {list(qkv.shape)} by groups: the heads of Q lie in two "
+            "levels until they are rotated into a tensor of their own; use split by heads"
+        )
+    if in_place and has_angles and torch.is_grad_enabled():
+        _refuse_in_place(where, qkv, freqs)
     len_q, len_kv = lengths(where, seq_lens, None)
     slots = (
         qkv, *angles(freqs, cos, sin, cos_sin, inv_freq),
@@ -103,3 +112,18 @@ def qkv_attention(
         recompute_rope, in_place,
     )  # fmt: skip
     return call(QKV_ATTENTION, slots, attributes)
+
+
+def _refuse_in_place(where: str, qkv: Tensor, freqs: Tensor | None) -> None:
+    """Raise GraphError where autograd could not follow, before anything is written."""
+    if qkv.requires_grad and qkv._is_view():
+        raise GraphError(
+            f"{where}: in_place with a qkv {list(qkv.shape)} that is a view of another tensor, "
+            "which autograd cannot follow (a Linear with a bias returns one for [b, s, channels]); "
+            "leave in_place out, or use a Linear without bias"
+        )
+    if freqs is not None and freqs.requires_grad:
+        raise GraphError(
+            f"{where}: freqs requires grad, for which the unrotated Q and K are needed, but "
+            "in_place writes over them; leave in_place out"
+        )

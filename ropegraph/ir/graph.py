@@ -207,8 +207,9 @@ class Graph:
         """True if the caller sees what is written there: in a buffer of its own or in another."""
         if value in self.visible:
             return True
-        whole = self.place(value)
-        return whole in self.visible or (whole != value and self.producer(whole) is None)
+        whole, maker = self.place(value), self.producer(value)
+        is_written = maker is not None and self.launches(maker)
+        return whole != value and is_written and (whole in self.visible or not self.producer(whole))
 
     def __str__(self) -> str:
         from ropegraph.ir.printer import print_graph

@@ -114,3 +114,26 @@ def test_arguments_without_a_meaning() -> None:
         g.matmul(a, a, padding=1.0)
     with pytest.raises(rg.GraphError, match="compute_data_type"):
         g.matmul(a, a, compute_data_type=F64)
+
+
+def test_in_place_in_what_the_graph_makes_is_seen_by_nobody() -> None:
+    """Forward and backward decide the fold alike: only what lies in a bound buffer is visible."""
+    x, weight = normal(B, S, WIDTH), normal(1, WIDTH, (H_Q + 2 * H_KV) * D, seed=1)
+    freqs = normal(S, 1, 1, D // 2, seed=2).float()
+    g = rg.pygraph(io_data_type=F64)
+    qkv = g.matmul(g.tensor_like(x, name="x"), g.tensor_like(weight, name="w"), name="project")
+    q, k, v = g.qkv_rope(
+        qkv, g.tensor_like(freqs, name="freqs"), split=(H_Q, H_KV, H_KV), half_width=True,
+        in_place=True, name="turn",
+    )  # fmt: skip
+    o, _ = g.sdpa(q, k, v, 0.3, use_causal_mask=True, name="attn")
+    o.set_output(True).set_name("o")
+    back = g.backward_graph(["o"], ["x", "w"])
+    pack = run(g, {"x": x, "w": weight, "freqs": freqs})
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    want = exact(*leaves, freqs)
+    torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-11)
+    d_o = normal(*want.shape, seed=3)
+    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    for name, wanted in zip(("dx", "dw"), torch.autograd.grad(want, leaves, d_o), strict=True):
+        torch.testing.assert_close(grads[name], wanted, rtol=0, atol=1e-10)

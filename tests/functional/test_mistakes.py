@@ -58,3 +58,63 @@ def test_a_whole_configuration_as_a_dictionary(key: str) -> None:
 def test_a_data_type_where_the_name_belongs() -> None:
     with pytest.raises(rg.GraphError, match=r"pygraph: name=torch\.float32 is no name"):
         rg.pygraph(torch.float32)
+
+
+def test_in_place_in_a_view_is_refused_before_anything_is_written() -> None:
+    leaf = torch.randn(2, 4, 32, requires_grad=True)
+    before = leaf.detach().clone()
+    projected = torch.nn.Linear(16, 32)(torch.randn(2, 4, 16))
+    for qkv in (leaf.view(2, 4, 4, 8), projected):
+        with pytest.raises(rg.GraphError, match="is a view of another tensor"):
+            qkv_attention(qkv, FREQS, split=(2, 1, 1), half_width=True, in_place=True)
+    assert torch.equal(leaf.detach(), before)
+    plain = torch.nn.Linear(16, 32, bias=False)(torch.randn(2, 4, 16))
+    o = qkv_attention(plain, FREQS, split=(2, 1, 1), half_width=True, in_place=True)
+    o.sum().backward()
+
+
+def test_gradients_of_freqs_that_do_not_exist_are_refused_in_the_forward() -> None:
+    freqs = FREQS.clone().requires_grad_()
+    bounds = torch.tensor([0, 2, 6])
+    x = torch.randn(1, 2, 6, 8)
+    with pytest.raises(
+        rg.GraphError, match="freqs requires grad, which it has not with cu_seqlens"
+    ):
+        attention(x, x, x, freqs, half_width=True, cu_seqlens=bounds)
+    qkv = torch.randn(2, 6, 32)
+    before = qkv.clone()
+    with pytest.raises(rg.GraphError, match="freqs requires grad, for which the unrotated"):
+        qkv_attention(qkv, freqs, half_width=True, split=(2, 1, 1), in_place=True)
+    assert torch.equal(qkv, before)
+
+
+def test_padding_gives_nothing_to_the_gradient_of_freqs() -> None:
+    q = torch.randn(1, 1, 2, 8)
+    q[:, :, 1] = float("nan")
+    freqs = torch.randn(2, 4, requires_grad=True)
+    o = attention(q, q, q, freqs, half_width=True, seq_lens=torch.tensor([1], dtype=torch.int32))
+    o.sum().backward()
+    assert freqs.grad is not None
+    assert torch.isfinite(freqs.grad).all()
+    assert torch.equal(freqs.grad[1], torch.zeros(4))
+
+
+@pytest.mark.parametrize("given", [{"freqs": FREQS, "half_width": True, "in_place": True}, {}])
+def test_groups_of_several_heads_say_what_they_cannot_do(given: dict[str, Any]) -> None:
+    with pytest.raises(rg.GraphError, match="heads of Q lie in two levels"):
+        qkv_attention(torch.randn(2, 6, 2, 32), split=(16, 8, 8), by_groups=True, **given)
+
+
+def test_packed_heads_may_be_expanded() -> None:
+    one = torch.randn(1, 6, 32)
+    both = qkv_attention(one.expand(2, 6, 32), FREQS, half_width=True, split=(2, 1, 1))
+    alone = qkv_attention(one, FREQS, half_width=True, split=(2, 1, 1))
+    assert torch.equal(both[:1], alone)
+    assert torch.equal(both[1:], alone)
+
+
+def test_a_longest_length_without_sequences() -> None:
+    with pytest.raises(rg.GraphError, match="max_seqlen=3 speaks of cu_seqlens"):
+        attention(Q, Q, Q, max_seqlen=3)
+    with pytest.raises(rg.GraphError, match="max_seqlen=-3"):
+        attention(Q[:1], Q[:1], Q[:1], max_seqlen=-3, cu_seqlens=torch.tensor([0, 6]))

@@ -75,6 +75,7 @@ class RunRope:
                 x, dy = (merged(gather(step, port, env)).double() for port in ("input", "dY"))
                 dead = _rows(found, x.device).expand(x.shape[:3])
                 x[dead], dy[dead] = 0.0, 0.0
+                x[(dy == 0).all(-1)] = 0.0  # whose gradient is nothing, whatever it holds
                 scatter(step, "dfreqs", env, freqs_gradient(attrs, x, dy, sources[0], found))
                 return
         result[_rows(found, result.device).expand(result.shape[:3])] = 0.0

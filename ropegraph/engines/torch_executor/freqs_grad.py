@@ -30,6 +30,8 @@ class FreqsGradStep:
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         attrs, out = self.attrs, env[self.out]
         x, dy = (t.flatten(1, 2) if t.dim() == 5 else t for t in (env[self.x], env[self.dy]))
+        # Where nothing comes back nothing is asked of x: padding may hold NaN.
+        x = x.masked_fill((dy == 0).all(-1, keepdim=True), 0)
         rows = self.positions(env)
         self._rows = rows
         dtype = compute_dtype(attrs, x)
