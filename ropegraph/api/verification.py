@@ -92,6 +92,7 @@ def verify(runnable: Runnable, buffers: Mapping[str, Any]) -> Verification:
                 slot = step.slots[value]
                 about = OutputCheck(step.name, step.engine, value, unchecked=why)
                 checks.append(about if why else _compare(about, env[slot], exact[slot]))
+    runnable.touch(env)
     return Verification(tuple(checks), tuple(faults))
 
 

@@ -27,12 +27,15 @@ class _Checked(NamedTuple):
 
     has_form: says of others whether they are like these but for their addresses.
     reshaped: those whose shape must become the declared one.  spans: bytes that each reaches over.
+    is_settled: False where what is overwritten requires grad: whether it is a leaf, which its form
+    does not tell, decides if it may be.
     """
 
     signature: Signature
     has_form: Callable[..., bool]
     reshaped: list[tuple[int, Value]]
     spans: list[int]
+    is_settled: bool = True
 
 
 class Binder:
@@ -91,9 +94,13 @@ class Binder:
             raise self._without_memory(bound, error) from error
         if workspace is not None:
             addresses = (*addresses, workspace.data_ptr())
-        if addresses != latest.addresses or forms != latest.forms:
+        if not known.is_settled or addresses != latest.addresses or forms != latest.forms:
             latest = Signature(addresses, forms)
-            if forms != known.signature.forms or not self._lie_apart(addresses, known.spans):
+            if (
+                not known.is_settled
+                or forms != known.signature.forms
+                or not self._lie_apart(addresses, known.spans)
+            ):
                 known = self._checked(latest, env, workspace)
             self._latest = known, latest
         for slot, value in known.reshaped:
@@ -125,7 +132,25 @@ class Binder:
         reshaped = self._check(env, workspace)
         bound = [env[slot] for _, slot in self.required]
         spans = [span(x.shape, x.stride()) * x.element_size() for x in bound]
-        return _Checked(signature, form_check(bound), reshaped, spans)
+        is_settled = not any(bound[i].requires_grad for i in self._overwritten(bound))
+        return _Checked(signature, form_check(bound), reshaped, spans, is_settled)
+
+    def _overwritten(self, bound: list[Tensor]) -> list[int]:
+        """Which of the buffers are read and written over."""
+        rewritten = self.plan.graph.rewritten
+        found = [i for i, (name, _) in enumerate(self.required) if name in rewritten]
+        found += (
+            pair.other
+            for pair in self._apart
+            if pair.may_be_in_place
+            and bound[pair.output].data_ptr() == bound[pair.other].data_ptr()
+        )
+        return found
+
+    @property
+    def is_settled(self) -> bool:
+        """True if buffers like the last ones need no closer look."""
+        return self._latest[0].is_settled
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -42,7 +42,7 @@ class Latest:
         self.addresses = addresses_of(buffers)
         self.written = [i for i, address in enumerate(self.addresses) if address in written]
         # Packs that take turns mostly have one form: a check of it takes as long as a launch.
-        is_alike = before is not None and before.has_form(*buffers)
+        is_alike = before is not None and before.keys == self.keys and before.has_form(*buffers)
         self.has_form = before.has_form if before and is_alike else form_check(buffers)
         # The graph itself is kept, not its address alone: it must live as long as it may launch.
         self.graph = graph
@@ -80,9 +80,11 @@ class Replays:
         self.run, self.device, self.stream, self.written = run, device, stream, written
         self.known: list[tuple[Signature, Any]] = []
         self.launch: Any = None
+        self.launched: tuple[Signature, Any] | None = None  # by the last call, if it replayed
 
     def __call__(self, env: list[Any], signature: Signature) -> None:
         """Launch the steps on ``env``, whose buffers ``signature`` identifies."""
+        self.launched = None
         place = next((i for i, (seen, _) in enumerate(self.known) if seen == signature), -1)
         # A caller who captures wants our launches in a graph of his own.
         if place < 0 or torch.cuda.is_current_stream_capturing():
@@ -97,14 +99,18 @@ class Replays:
             del self.known[place]
             self.known.insert(0, (signature, graph))
         self.launch(graph.graphExec, self.stream)
+        self.launched = signature, graph
 
     def latest(self, pack: Mapping[Any, Any], before: Latest | None) -> Latest | None:
-        """The capture that was used last, under the keys of the pack it was used for."""
-        signature, graph = self.known[0] if self.known else (None, None)
-        if graph is None or not all(type(x) is torch.Tensor for x in pack.values()):
+        """What the last call replayed, under the keys of its pack; None if it replayed nothing."""
+        if self.launched is None or not all(type(x) is torch.Tensor for x in pack.values()):
             return None
-        addresses = cast(Signature, signature).addresses
-        return Latest(pack, {addresses[i] for i in self.written}, self, graph, before)
+        signature, graph = self.launched
+        written = {signature.addresses[i] for i in self.written}
+        try:
+            return Latest(pack, written, self, graph, before)
+        except RuntimeError:
+            return None  # an entry that the graph ignores has no plain memory
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""

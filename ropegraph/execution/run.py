@@ -80,13 +80,20 @@ class Runnable:
         env = self._own_layout(stream) if arena is None else self._layout(arena)
         signature = self.binder.bind(buffers, env, arena)
         self._place_parts(env)
-        if self._may_capture:
-            self.replays(stream)(env, signature)
-        else:
-            self._run(env, stream)
-        if not self._calls_torch:
-            # So that autograd refuses what was saved before: torch sees no launch by address.
-            increment_version([env[self.binder.required[i][1]] for i in self._written])
+        try:
+            if self._may_capture:
+                self.replays(stream)(env, signature)
+            else:
+                self._run(env, stream)
+        finally:
+            self.touch(env)
+
+    def touch(self, env: list[Any]) -> None:
+        """Tell autograd what was written, so that it refuses what was saved of it before.
+
+        torch sees no launch by address; for its own launches counting twice does no harm.
+        """
+        increment_version([env[self.binder.required[i][1]] for i in self._written])
 
     @property
     def current_stream(self) -> int:
@@ -114,7 +121,7 @@ class Runnable:
 
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
         """Let replay() find what was last captured by the caller's keys.  stream: as given."""
-        if self._may_capture and stream is None:
+        if self._may_capture and stream is None and self.binder.is_settled:
             local, replays = self._local, self.replays(self.current_stream)
             local.latest = replays.latest(pack, local.latest)
 

@@ -367,3 +367,16 @@ def test_a_copy_of_v_does_not_rewrite_qkv() -> None:
     assert not g.plan.graph.rewritten
     assert qkv._version == version
     assert torch.equal(pack["v_out"], case.parts(case.qkv)[2])
+
+
+def test_a_leaf_is_refused_again_after_another_tensor_of_its_form() -> None:
+    case = layout("heads")
+    g = attention(case, in_place=True)
+    o = torch.empty(B, S, 6, D, dtype=F64).transpose(1, 2)
+    o = torch.empty_strided(o.shape, g.find_tensor("o").get_stride(), dtype=F64)
+    leaf = case.qkv.clone().requires_grad_()
+    for _ in range(2):
+        with pytest.raises(rg.GraphError, match="is a leaf"):
+            g.execute({"qkv": leaf, "freqs": freqs(), "o": o})
+        g.execute({"qkv": leaf * 1, "freqs": freqs(), "o": o})
+    assert torch.equal(leaf.detach(), case.qkv)
