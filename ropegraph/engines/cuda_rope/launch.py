@@ -61,17 +61,43 @@ class _Kernel:
         self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
 
 
-class DenseLaunch:
-    """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
+class Launcher:
+    """What launches the kernels of a step, in the context of one GPU."""
 
     can_be_captured = True
     calls_torch = False
 
+    def __init__(self, name: str, driver: Driver, context: int) -> None:
+        self.name, self.driver, self.context = name, driver, context
+
+    def launch(
+        self, function: int, blocks: tuple[int, int, int], threads: int, stream: int, arguments: int
+    ) -> None:
+        """Launch in the context that owns the kernel, whichever is current in this thread."""
+        driver = self.driver
+        current = driver.ctxGetCurrent()
+        if current != self.context:
+            driver.ctxSetCurrent(self.context)
+        try:
+            driver.launchKernel(function, *blocks, threads, 1, 1, 0, stream, arguments, 0)
+        except Exception as error:
+            raise InternalError(
+                f"cuda.rope could not launch {self.name!r} (blocks {blocks}, stream {stream:#x}): "
+                f"{error}"
+            ) from error
+        finally:
+            if current != self.context:
+                driver.ctxSetCurrent(current)
+
+
+class DenseLaunch(Launcher):
+    """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
+
     def __init__(
         self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: int = 0
     ) -> None:
-        self.name, self.jobs = name, tuple(jobs)
-        self.driver, self.context = loaded.driver, loaded.context
+        super().__init__(name, loaded.driver, loaded.context)
+        self.jobs = tuple(jobs)
         self.slow = _Kernel(loaded.single, jobs, shape_of(jobs, 1), shape.warps, flag)
         self.fast = self.slow
         if shape.vec > 1:
@@ -111,23 +137,8 @@ class DenseLaunch:
                 )
 
     def _launch(self, kernel: _Kernel, grid: Grid, stream: int) -> None:
-        """Launch in the context that owns the kernel, whichever is current in this thread."""
-        driver = self.driver
-        current = driver.ctxGetCurrent()
-        if current != self.context:
-            driver.ctxSetCurrent(self.context)
-        try:
-            driver.launchKernel(
-                kernel.function, grid.x, grid.y, grid.z, kernel.warps * LANES, 1, 1, 0,
-                stream, kernel.block.address, 0,
-            )  # fmt: skip
-        except Exception as error:
-            raise InternalError(
-                f"cuda.rope could not launch {self.name!r} ({grid}, stream {stream:#x}): {error}"
-            ) from error
-        finally:
-            if current != self.context:
-                driver.ctxSetCurrent(current)
+        blocks, threads = (grid.x, grid.y, grid.z), kernel.warps * LANES
+        self.launch(kernel.function, blocks, threads, stream, kernel.block.address)
 
 
 class WatchedLaunch(DenseLaunch):

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 
-import torch
 from torch import Tensor
 
-from ropegraph.engines.cuda_rope.cupy_types import device_guard, import_cupy
-from ropegraph.engines.cuda_rope.launch import Loaded, Nothing
+from ropegraph.engines.cuda_rope.compiler import compile_kernels
+from ropegraph.engines.cuda_rope.launch import Launcher, Loaded, Nothing
 from ropegraph.engines.cuda_rope.mla import (
     SOURCE,
     MlaVariant,
@@ -23,7 +22,6 @@ from ropegraph.engines.cuda_rope.mla import (
     variant_of_task,
 )
 from ropegraph.engines.cuda_rope.shape import LANES
-from ropegraph.errors import InternalError
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _ADDRESS, _I64, _I32, _U64 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
@@ -112,15 +110,11 @@ class _Kernel:
         )
 
 
-class MlaLaunch:
+class MlaLaunch(Launcher):
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
-    can_be_captured = True
-    calls_torch = False
-
     def __init__(self, name: str, task: Task, loaded: Loaded) -> None:
-        self.name = name
-        self.driver, self.context = loaded.driver, loaded.context
+        super().__init__(name, loaded.driver, loaded.context)
         vec = variant_of_task(task).vec
         self.slow = _Kernel(loaded.single, task, 1)
         self.fast = _Kernel(loaded.vector, task, vec) if vec > 1 else self.slow
@@ -130,27 +124,7 @@ class MlaLaunch:
         if _patch(kernel, env) and kernel is not self.slow:
             kernel = self.slow
             _patch(kernel, env)
-        self._launch(kernel, stream)
-
-    def _launch(self, kernel: _Kernel, stream: int) -> None:
-        """Launch in the context that owns the kernel, whichever is current in this thread."""
-        driver = self.driver
-        current = driver.ctxGetCurrent()
-        if current != self.context:
-            driver.ctxSetCurrent(self.context)
-        try:
-            driver.launchKernel(
-                kernel.function, *kernel.grid, kernel.threads, 1, 1, 0, stream,
-                kernel.block.address, 0,
-            )  # fmt: skip
-        except Exception as error:
-            raise InternalError(
-                f"cuda.rope could not launch {self.name!r} ({kernel.grid}, stream {stream:#x}): "
-                f"{error}"
-            ) from error
-        finally:
-            if current != self.context:
-                driver.ctxSetCurrent(current)
+        self.launch(kernel.function, kernel.grid, kernel.threads, stream, kernel.block.address)
 
 
 def _patch(kernel: _Kernel, env: Sequence[Tensor]) -> int:
@@ -165,18 +139,11 @@ def _patch(kernel: _Kernel, env: Sequence[Tensor]) -> int:
 
 @cache
 def load(variant: MlaVariant, index: int) -> Loaded:
-    """Compile and load, once per variant and GPU; CuPy keeps what it compiled on disk as well."""
-    cupy = import_cupy()
-    with device_guard(cupy, index):
-        # Makes the context of this GPU current: the primary one, which is that of torch too.
-        torch.cuda.synchronize(index)
-        module = cupy.RawModule(
-            code=SOURCE.read_text(encoding="utf-8"), options=variant.options, backend="nvrtc"
-        )
-        driver = cupy.cuda.driver
-        vector = module.get_function("mla_vector").kernel.ptr if variant.vec > 1 else 0
-        single = module.get_function("mla_any").kernel.ptr
-        return Loaded(driver, driver.ctxGetCurrent(), vector, single)
+    """Compile and load, once per variant and GPU."""
+    names = ("mla_vector", "mla_any") if variant.vec > 1 else ("mla_any",)
+    made = compile_kernels(SOURCE.read_text(encoding="utf-8"), variant.options, names, index)
+    vector = made.kernels.get("mla_vector", 0)
+    return Loaded(made.driver, made.context, vector, made.kernels["mla_any"])
 
 
 def build_mla(step: Step, device: Device) -> Executable:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
-
-from ropegraph.engines.cuda_rope.cupy_types import device_guard, import_cupy
+from ropegraph.engines.cuda_rope.compiler import compile_kernels, new_flag
 from ropegraph.engines.cuda_rope.launch import Nothing
 from ropegraph.engines.cuda_rope.norm import (
     NormJob,
@@ -23,16 +21,11 @@ from ropegraph.lowering.engine import Device, Executable, Step
 
 @cache
 def load(variant: NormVariant, index: int) -> NormLoaded:
-    """Compile and load, once per variant and GPU; CuPy keeps what it compiled on disk as well."""
-    cupy = import_cupy()
-    with device_guard(cupy, index):
-        # Makes the context of this GPU current: the primary one, which is that of torch too.
-        torch.cuda.synchronize(index)
-        module = cupy.RawModule(code=source(), options=variant.options, backend="nvrtc")
-        found = {name: module.get_function(name).kernel.ptr for name in variant.kernels}
-        driver = cupy.cuda.driver
-        vector, last = found.get("norm_vector", 0), found.get("norm_sum", 0)
-        return NormLoaded(driver, driver.ctxGetCurrent(), vector, found["norm_any"], last)
+    """Compile and load, once per variant and GPU."""
+    made = compile_kernels(source(), variant.options, variant.kernels, index)
+    found = made.kernels
+    vector, last = found.get("norm_vector", 0), found.get("norm_sum", 0)
+    return NormLoaded(made.driver, made.context, vector, found["norm_any"], last)
 
 
 def active(step: Step) -> tuple[NormJob, ...]:
@@ -47,9 +40,6 @@ def build_norm(step: Step, device: Device) -> Executable:
         return Nothing()
     vec = widest_vector(jobs)
     loaded = load(norm_variant(jobs, norm_shape(jobs, vec)), device.index)
-    flag = None
-    if any(job.rope.is_watched for job in jobs):
-        where = torch.device("cuda", device.index)
-        flag = torch.zeros(1, dtype=torch.int32, device=where)
-        torch.cuda.synchronize(where)
+    is_watched = any(job.rope.is_watched for job in jobs)
+    flag = new_flag(device.index) if is_watched else None
     return NormLaunch(step.name, jobs, loaded, vec, flag)

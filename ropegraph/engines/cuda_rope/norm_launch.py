@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.cupy_types import Driver
-from ropegraph.engines.cuda_rope.launch import FAULTS
+from ropegraph.engines.cuda_rope.launch import FAULTS, Launcher
 from ropegraph.engines.cuda_rope.norm import (
     SUM_COLUMNS,
     NormJob,
@@ -20,7 +20,6 @@ from ropegraph.engines.cuda_rope.norm import (
 )
 from ropegraph.engines.cuda_rope.params import WORD, Params, job_word, packed, pointers_of
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_X, Grid, Shape, alignment, grid_of
-from ropegraph.errors import InternalError
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUM_THREADS = 1024  # of norm_sum
@@ -113,20 +112,17 @@ class _Kernel:
         return low_bits
 
 
-class NormLaunch:
+class NormLaunch(Launcher):
     """Runs one step: one launch, and a small second one where a gradient of the weight is wanted.
 
     flag: one int32 on the device that collects wrong positions; None where none are read.
     """
 
-    can_be_captured = True
-    calls_torch = False
-
     def __init__(
         self, name: str, jobs: Sequence[NormJob], loaded: NormLoaded, vec: int, flag: Tensor | None
     ) -> None:
-        self.name, self.flag, self.sum = name, flag, loaded.sum
-        self.driver, self.context = loaded.driver, loaded.context
+        super().__init__(name, loaded.driver, loaded.context)
+        self.flag, self.sum = flag, loaded.sum
         address = 0 if flag is None else flag.data_ptr()
         shape = norm_shape(jobs, vec)
         # Blocks of both kernels have as many warps: that is compiled into them.
@@ -143,29 +139,12 @@ class NormLaunch:
         if kernel.patch(env) and kernel is not self.slow:
             kernel = self.slow
             kernel.patch(env)
-        driver = self.driver
-        current = driver.ctxGetCurrent()
-        if current != self.context:
-            driver.ctxSetCurrent(self.context)
-        try:
-            grid, address = kernel.grid, kernel.block.address
-            if grid.x and grid.y and grid.z:
-                driver.launchKernel(
-                    kernel.function, grid.x, grid.y, grid.z, kernel.threads, 1, 1, 0, stream,
-                    address, 0,
-                )  # fmt: skip
-            if kernel.sum_blocks:
-                driver.launchKernel(
-                    self.sum, kernel.sum_blocks, 1, 1, SUM_THREADS, 1, 1, 0, stream, address, 0
-                )
-        except Exception as error:
-            raise InternalError(
-                f"cuda.rope could not launch {self.name!r} ({kernel.grid}, stream {stream:#x}): "
-                f"{error}"
-            ) from error
-        finally:
-            if current != self.context:
-                driver.ctxSetCurrent(current)
+        grid, address = kernel.grid, kernel.block.address
+        if grid.x and grid.y and grid.z:
+            blocks = (grid.x, grid.y, grid.z)
+            self.launch(kernel.function, blocks, kernel.threads, stream, address)
+        if kernel.sum_blocks:
+            self.launch(self.sum, (kernel.sum_blocks, 1, 1), SUM_THREADS, stream, address)
 
     def faults(self) -> tuple[str, ...]:
         """What was wrong with positions since the build. Waits for the device."""
