@@ -60,10 +60,8 @@ class Binder:
         }
         self.aligned = [i for i, (name, _) in enumerate(self.required) if name in aligned]
         self._apart = pairs_of(graph, [name for name, _ in self.required])
-        # Replaced as a whole: threads may see an old pair, never half of one. Beside what was last
-        # checked in full, the signature of the buffers that were last found right.
-        nothing = Signature((), ())
-        self._latest = _Checked(nothing, _is_nothing, [], []), nothing
+        # Replaced as a whole: threads may see an old one, never half of one.
+        self._known = _Checked(Signature((), ()), _is_nothing, [], [])
 
     def bind(
         self, buffers: Mapping[str, Any], env: list[Any], workspace: Tensor | None = None
@@ -86,26 +84,24 @@ class Binder:
                 buffer = self._as_tensor(name, buffer)
             env[slot] = buffer
             bound.append(buffer)
-        known, latest = self._latest
+        known = self._known
         try:
             addresses = addresses_of(bound)
-            forms = latest.forms if known.has_form(*bound) else forms_of(bound)
+            forms = known.signature.forms if known.has_form(*bound) else forms_of(bound)
         except RuntimeError as error:
             raise self._without_memory(bound, error) from error
         if workspace is not None:
             addresses = (*addresses, workspace.data_ptr())
-        if not known.is_settled or addresses != latest.addresses or forms != latest.forms:
-            latest = Signature(addresses, forms)
-            if (
-                not known.is_settled
-                or forms != known.signature.forms
-                or not self._lie_apart(addresses, known.spans)
-            ):
-                known = self._checked(latest, env, workspace)
-            self._latest = known, latest
+        signature, is_alike = Signature(addresses, forms), forms == known.signature.forms
+        if not known.is_settled or not is_alike or addresses != known.signature.addresses:
+            if known.is_settled and is_alike and self._lie_apart(addresses, known.spans):
+                known = known._replace(signature=signature)
+            else:
+                known = self._checked(signature, env, workspace)
+            self._known = known
         for slot, value in known.reshaped:
             env[slot] = env[slot].as_strided(value.dim, value.stride)
-        return latest
+        return known.signature
 
     def _without_memory(self, bound: list[Tensor], error: RuntimeError) -> GraphError:
         for (name, _), buffer in zip(self.required, bound, strict=True):
@@ -150,7 +146,7 @@ class Binder:
     @property
     def is_settled(self) -> bool:
         """True if buffers like the last ones need no closer look."""
-        return self._latest[0].is_settled
+        return self._known.is_settled
 
     def _as_tensor(self, name: str, buffer: object) -> Tensor:
         if isinstance(buffer, Tensor):

@@ -77,7 +77,8 @@ def qkv_attention(
     where = "qkv_attention"
     if in_place and recompute_rope:
         raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
-    if freqs is None and cos is None and cos_sin is None and inv_freq is None:
+    has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
+    if not has_angles:
         refuse_turns(
             where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
             rope_offset=rope_offset, interleaved=interleaved,
@@ -88,7 +89,6 @@ def qkv_attention(
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
-    has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
     if by_groups and qkv.shape[2] > 1 and len(set(split)) > 1 and (in_place or not has_angles):
         what = "in_place=True" if in_place else "no angles"
         raise GraphError(
