@@ -10,6 +10,7 @@ import torch
 
 import ropegraph
 from ropegraph import GraphError
+from tests.ambient import default_dtype, matmul_precision
 from tests.api.graphs import F16, F32, F64, X, attention, buffers, new, rotation, run
 
 BF16 = torch.bfloat16
@@ -41,26 +42,6 @@ def everything(dtype: torch.dtype) -> ropegraph.pygraph:
     o.set_output(True).set_name("o")
     stats.set_output(True).set_name("stats")
     return g
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(old)
-
-
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    old = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(old)
 
 
 @contextmanager
