@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ropegraph.execution.signature import Signature, addresses_of, form_check
+from ropegraph.execution.signature import Forms, Signature, addresses_of, form_check
 
-# A training loop alternates between few sets of buffers; a capture of two launches is small.
-KEPT = 8
+# Sets of buffers that take turns: the layers of a model share one plan, and an allocator hands out
+# the same few places again. A capture of two launches is small.
+KEPT = 128
 
+Addresses = tuple[int, ...]
 Run = Callable[[list[Any], int], None]
 
 
@@ -26,50 +28,71 @@ def current_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
-class Latest:
-    """The shortest way from a caller's pack to its capture: keys and buffers as they were last."""
+class _Shortcut(NamedTuple):
+    """What was captured for a caller's pack, and how to know that pack again.
 
-    def __init__(
-        self,
-        pack: Mapping[Any, Any],
-        written: Collection[int],
-        replays: Replays,
-        graph: Any,
-        before: Latest | None,
-    ) -> None:
-        buffers = tuple(pack.values())
-        self.keys = tuple(pack)
-        self.addresses = addresses_of(buffers)
-        self.written = [i for i, address in enumerate(self.addresses) if address in written]
-        # Packs that take turns mostly have one form: a check of it takes as long as a launch.
-        is_alike = before is not None and before.keys == self.keys and before.has_form(*buffers)
-        self.has_form = before.has_form if before and is_alike else form_check(buffers)
-        # The graph itself is kept, not its address alone: it must live as long as it may launch.
-        self.graph = graph
-        self.stream, self.index = replays.stream, replays.device.index or 0
-        self.launch = replays.launch
+    written: which of its buffers change.  graph: kept itself, not its address alone: it must live
+    as long as it may launch.
+    """
+
+    keys: tuple[Any, ...]
+    has_form: Callable[..., bool]
+    written: list[int]
+    graph: Any
+    stream: int
+    index: int
+    launch: Any
+
+
+class Shortcuts:
+    """The shortest way from packs, as one thread gives them, to what was captured for them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Addresses, _Shortcut] = {}
+        self._newest: _Shortcut | None = None
 
     def __call__(self, pack: Mapping[Any, Any]) -> bool:
-        """Launch for the same pack on the same stream, if nobody captures meanwhile; else False."""
-        buffers = tuple(pack.values())
+        """Launch for a known pack on its stream, if nobody captures meanwhile; else False."""
         try:
+            buffers = tuple(pack.values())
+            found = self._known.get(addresses_of(buffers))
             if (
-                tuple(pack) != self.keys
-                or addresses_of(buffers) != self.addresses
-                or not self.has_form(*buffers)
-                or current_stream(self.index) != self.stream
+                found is None
+                or tuple(pack) != found.keys
+                or not found.has_form(*buffers)
+                or current_stream(found.index) != found.stream
                 or torch.cuda.is_current_stream_capturing()
             ):
                 return False
-        except (RuntimeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError):
             return False  # not a pack of plain tensors: the checks of bind say what it is
-        self.launch(self.graph.graphExec, self.stream)
-        increment_version([buffers[i] for i in self.written])
+        found.launch(found.graph.graphExec, found.stream)
+        increment_version([buffers[i] for i in found.written])
         return True
+
+    def add(self, pack: Mapping[Any, Any], replays: Replays) -> None:
+        """Know the pack for which ``replays`` has just launched a capture, if it has."""
+        if replays.launched is None or not all(type(x) is torch.Tensor for x in pack.values()):
+            return
+        graph, bound = replays.launched
+        keys, buffers = tuple(pack), tuple(pack.values())
+        try:
+            addresses = addresses_of(buffers)
+            # Packs that take turns mostly have one form: a check of it takes as long as a launch.
+            newest = self._newest
+            is_alike = newest and newest.keys == keys and newest.has_form(*buffers)
+            has_form = newest.has_form if newest and is_alike else form_check(buffers)
+        except RuntimeError:
+            return  # an entry that the graph ignores has no plain memory
+        changed = {bound[i] for i in replays.written}
+        written = [i for i, address in enumerate(addresses) if address in changed]
+        stream, index = replays.stream, replays.device.index or 0
+        self._newest = _Shortcut(keys, has_form, written, graph, stream, index, replays.launch)
+        _keep(self._known, addresses, self._newest)
 
 
 class Replays:
-    """The captures of one plan for one thread and one stream, the latest used first.
+    """The captures of one plan for one thread and one stream.
 
     written: which of the addresses in a signature are those of buffers that change.
     """
@@ -78,39 +101,27 @@ class Replays:
         self, run: Run, device: torch.device, stream: int, written: Collection[int]
     ) -> None:
         self.run, self.device, self.stream, self.written = run, device, stream, written
-        self.known: list[tuple[Signature, Any]] = []
+        self._known: dict[Addresses, tuple[Forms, Any]] = {}
         self.launch: Any = None
-        self.launched: tuple[Signature, Any] | None = None  # by the last call, if it replayed
+        # The capture that the last call replayed, if it did, and the addresses it was made for.
+        self.launched: tuple[Any, Addresses] | None = None
 
     def __call__(self, env: list[Any], signature: Signature) -> None:
         """Launch the steps on ``env``, whose buffers ``signature`` identifies."""
         self.launched = None
-        place = next((i for i, (seen, _) in enumerate(self.known) if seen == signature), -1)
+        addresses, forms = signature
+        seen, graph = self._known.get(addresses, (None, None))
+        is_known = seen == forms
         # A caller who captures wants our launches in a graph of his own.
-        if place < 0 or torch.cuda.is_current_stream_capturing():
+        if not is_known or torch.cuda.is_current_stream_capturing():
             self.run(env, self.stream)
-            if place < 0:
-                self.known.insert(0, (signature, None))
-                del self.known[KEPT:]
+            if not is_known:
+                _keep(self._known, addresses, (forms, None))
             return
-        graph = self.known[place][1]
-        if place or graph is None:
-            graph = graph or self._capture(env)
-            del self.known[place]
-            self.known.insert(0, (signature, graph))
+        graph = graph or self._capture(env)
+        _keep(self._known, addresses, (forms, graph))
         self.launch(graph.graphExec, self.stream)
-        self.launched = signature, graph
-
-    def latest(self, pack: Mapping[Any, Any], before: Latest | None) -> Latest | None:
-        """What the last call replayed, under the keys of its pack; None if it replayed nothing."""
-        if self.launched is None or not all(type(x) is torch.Tensor for x in pack.values()):
-            return None
-        signature, graph = self.launched
-        written = {signature.addresses[i] for i in self.written}
-        try:
-            return Latest(pack, written, self, graph, before)
-        except RuntimeError:
-            return None  # an entry that the graph ignores has no plain memory
+        self.launched = graph, addresses
 
     def _capture(self, env: list[Any]) -> Any:
         """Record the launches of all steps, without running them."""
@@ -126,3 +137,11 @@ class Replays:
             finally:
                 graph = side.end_capture()
         return graph
+
+
+def _keep(known: dict[Addresses, Any], addresses: Addresses, value: Any) -> None:
+    """Keep a value as the newest of at most KEPT."""
+    known.pop(addresses, None)
+    known[addresses] = value
+    if len(known) > KEPT:
+        del known[next(iter(known))]

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ropegraph.errors import GraphError
 from ropegraph.execution.bind import Binder
-from ropegraph.execution.replay import Latest, Replays, current_stream
+from ropegraph.execution.replay import Replays, Shortcuts, current_stream
 from ropegraph.ir.graph import Value
 from ropegraph.lowering.engine import Executable
 from ropegraph.lowering.memory import span_bytes
@@ -26,7 +26,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.layouts: dict[int, list[Any]] = {}
         self.replays: dict[int, Replays] = {}
-        self.latest: Latest | None = None
+        self.shortcuts = Shortcuts()
 
 
 class Runnable:
@@ -116,14 +116,12 @@ class Runnable:
 
     def replay(self, pack: Mapping[Any, Any]) -> bool:
         """Launch what was captured for this very pack of keys and buffers; False if nothing was."""
-        latest = self._local.latest
-        return latest is not None and latest(pack)
+        return self._local.shortcuts(pack)
 
     def remember(self, pack: Mapping[Any, Any], stream: int | None) -> None:
         """Let replay() find what was last captured by the caller's keys.  stream: as given."""
         if self._may_capture and stream is None and self.binder.is_settled:
-            local, replays = self._local, self.replays(self.current_stream)
-            local.latest = replays.latest(pack, local.latest)
+            self._local.shortcuts.add(pack, self.replays(self.current_stream))
 
     def _run(self, env: list[Any], stream: int) -> None:
         if not self._calls_torch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.execution import replay
-from ropegraph.execution.replay import Latest, Replays
+from ropegraph.execution.replay import KEPT, Replays, Shortcuts
 from ropegraph.execution.signature import Signature, addresses_of, forms_of
 
 
@@ -42,14 +42,14 @@ class Recorded:
             return Graph(env)
 
         monkeypatch.setattr(self.replays, "_capture", capture)
-        self.shortcut: Latest | None = None
+        self.shortcuts = Shortcuts()
 
     def execute(self, pack: dict[str, Tensor]) -> None:
-        if self.shortcut is not None and self.shortcut(pack):
+        if self.shortcuts(pack):
             return
         bound = list(pack.values())
         self.replays(bound, Signature(addresses_of(bound), forms_of(bound)))
-        self.shortcut = self.replays.latest(pack, self.shortcut)
+        self.shortcuts.add(pack, self.replays)
 
 
 def pack(**more: Tensor) -> dict[str, Tensor]:
@@ -69,12 +69,54 @@ def test_after_a_capture_of_the_caller_the_right_buffers_are_launched(monkeypatc
     assert made.log[-1][0] == "direct"
     capturing[0] = False
     for given in (a, b, a):
-        before = given["y"]._version
         made.execute(given)
         assert made.log[-1][0] == "replay"
         assert is_of(made.log[-1][1], given)
-        if made.shortcut is not None and made.shortcut(given):
-            assert given["y"]._version > before
+        before = given["y"]._version
+        assert made.shortcuts(given)
+        assert given["y"]._version > before
+        assert is_of(made.log[-1][1], given)
+
+
+def test_packs_in_turn_each_take_their_shortcut(monkeypatch, capturing):
+    made, packs = Recorded(monkeypatch), [pack() for _ in range(5)]
+    for _ in range(2):
+        for given in packs:
+            made.execute(given)
+    for given in packs * 2:
+        assert made.shortcuts(given)
+        assert is_of(made.log[-1][1], given)
+    assert not made.shortcuts(pack())
+
+
+def test_the_oldest_capture_is_forgotten(monkeypatch, capturing):
+    made, packs = Recorded(monkeypatch), [pack() for _ in range(KEPT + 1)]
+    for given in packs:
+        for _ in range(3):
+            made.execute(given)
+    assert not made.shortcuts(packs[0])
+    assert all(map(made.shortcuts, packs[1:]))
+    made.execute(packs[0])
+    assert made.log[-1][0] == "direct"
+
+
+def test_the_same_places_in_another_form_are_another_set(monkeypatch, capturing):
+    made, a = Recorded(monkeypatch), pack()
+    for _ in range(3):
+        made.execute(a)
+    other = {**a, "x": a["x"].view(torch.int32)}
+    assert not made.shortcuts(other)
+    made.execute(other)
+    assert made.log[-1][0] == "direct"
+    assert is_of(made.log[-1][1], other)
+
+
+@pytest.mark.parametrize("odd", [None, [1], {"x": 3}, {"x": torch.eye(2).to_sparse()}])
+def test_what_is_no_pack_of_plain_tensors_takes_no_shortcut(monkeypatch, capturing, odd):
+    made, a = Recorded(monkeypatch), pack()
+    for _ in range(3):
+        made.execute(a)
+    assert not made.shortcuts(odd)
 
 
 def test_packs_of_more_and_fewer_entries(monkeypatch, capturing):
@@ -90,4 +132,5 @@ def test_an_entry_without_memory_gives_no_shortcut(monkeypatch, capturing):
     made.execute(a)
     made.execute(a)
     odd = {**a, "ignored": torch.eye(2).to_sparse()}
-    assert made.replays.latest(odd, made.shortcut) is None
+    made.shortcuts.add(odd, made.replays)
+    assert not made.shortcuts(odd)
