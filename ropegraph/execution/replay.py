@@ -40,7 +40,7 @@ class _Shortcut(NamedTuple):
     written: list[int]
     graph: Any
     stream: int
-    index: int
+    device_index: int
     launch: Any
 
 
@@ -60,7 +60,7 @@ class Shortcuts:
                 found is None
                 or tuple(pack) != found.keys
                 or not found.has_form(*buffers)
-                or current_stream(found.index) != found.stream
+                or current_stream(found.device_index) != found.stream
                 or torch.cuda.is_current_stream_capturing()
             ):
                 return False
