@@ -8,6 +8,7 @@ from torch import Tensor
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.errors import GraphError
+from ropegraph.functional.allocate import empty
 
 SlotForms = tuple[Form | None, ...]
 
@@ -47,21 +48,18 @@ class Plan:
 
     def run(self, pack: dict[str, Tensor | None]) -> list[Tensor | None]:
         """Run on the tensors that are needed, by name; results are added to the pack."""
-        make = torch.empty_strided
         made: list[Tensor | None] = []
         for name, form in self._writes:
             if form is None:
                 made.append(None)
                 continue
-            dim, stride, dtype, device = form
-            x = make(dim, stride, dtype=dtype, device=device)
+            x = empty(form)
             if name in self._zeros:
                 x.zero_()
             made.append(x)
             pack[name] = x
         for name, form in self.beside:
-            dim, stride, dtype, device = form
-            pack[name] = make(dim, stride, dtype=dtype, device=device)
+            pack[name] = empty(form)
         for name, target in self.in_place:
             pack[name] = pack[target]
         try:

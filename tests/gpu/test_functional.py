@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropegraph.functional import attention, eager, qkv_attention, rope
+from ropegraph.api.plans import Form
+from ropegraph.functional import allocate, attention, eager, qkv_attention, rope
 from ropegraph.testing import oracle
 
 pytestmark = [
@@ -69,6 +70,23 @@ def test_a_step_beside_fp64(options: dict[str, Any]) -> None:
     got = gradients(lambda *x: attend(*x, **options), inputs, do)
     for g, w in zip(got, exact(inputs, do), strict=True):
         torch.testing.assert_close(g.double(), w, atol=0.04, rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (0, 4), (), (1, 1)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_memory_for_a_result_is_that_of_torch(shape: tuple[int, ...], mode: Any) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        stride = torch.empty(shape).stride()[::-1] if 0 not in shape else (9, 1)
+        with mode():
+            want = torch.empty_strided(shape, stride, dtype=dtype, device="cuda:0")
+            got = allocate.empty(Form(shape, stride, dtype, want.device))
+        for ask in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout"):
+            assert getattr(got, ask) == getattr(want, ask)
+        assert got.stride() == want.stride()
+        assert got.is_inference() == want.is_inference()
+        assert got.untyped_storage().nbytes() == want.untyped_storage().nbytes()
+        if mode is not torch.inference_mode:
+            assert got._version == want._version
 
 
 def test_engines_of_a_step() -> None:
