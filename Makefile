@@ -37,10 +37,15 @@ test: $(STAMP)  ## every test that needs no GPU, in two processes of one thread 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)
 	@echo 'tests/gpu was left out: on a CUDA device, `make gpu-test` runs it (PYTHON=... names the python)'
 
+# Under the sanitizers only our kernels are watched, in one test of each kind.
+WATCHED := one_rotation or token_after_token or a_training_step_through_attention or \
+	a_graph_with_attention or every_kind_of_positions or bytes_by_hand
+
 gpu-test:  ## the whole suite on a CUDA device, the kernels under compute-sanitizer as well
 	$(PYTHON) -m pytest $(ARGS)
-	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
-		$(PYTHON) -m pytest tests/gpu/test_cuda_rope.py -q -k one_rotation || exit 1; done
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no \
+		--kernel-regex 'kns=rope_' --kernel-regex 'kns=mla_' --kernel-regex 'kns=norm_' \
+		$(PYTHON) -m pytest tests/gpu -q -k '$(WATCHED)' || exit 1; done
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/
 

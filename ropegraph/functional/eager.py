@@ -5,6 +5,7 @@ torch's dispatcher and a second look-up in the backward would take as long as th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ropegraph.api.plans import LIMIT
 from ropegraph.errors import GraphError
 from ropegraph.functional.building import Backward, Forward, build
-from ropegraph.functional.gradient import kept, place
+from ropegraph.functional.gradient import kept
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind, has_angles
 from ropegraph.functional.library import OPERATORS
@@ -28,7 +29,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Call:
-    """All that calls of one form share.  wanted: which of kind.gradients; None: no gradient."""
+    """All that calls of one form share.  wanted: which of kind.gradients; None: no gradient.
+
+    present: the slots that hold a tensor. They alone pass through autograd, to which every argument
+    costs time, even a None.
+    """
 
     def __init__(
         self, kind: Kind, slots: Slots, attributes: tuple[Any, ...], wanted: tuple[bool, ...] | None
@@ -38,21 +43,37 @@ class Call:
         self._named = {n for n, x in zip(kind.slots, slots, strict=True) if x is not None}
         self.training, self.wanted = wanted is not None, wanted or ()
         self.plan = build(Forward(kind, self.forms, attributes, self.training))
+        self.present = [i for i, x in enumerate(slots) if x is not None]
+        at = self._at = {i: place for place, i in enumerate(self.present)}
+        self._needed = [(at[i], name) for i, name in self.plan.needed]
         if wanted is not None:
             written = self.plan.written
             keep = kept(kind, self.forms, written, wanted)
             count = len(written)
-            self.keeps_results = [i for i in range(count) if keep[i] is not None]
-            self.keeps_slots = [i for i in range(len(slots)) if keep[count + i] is not None]
-            places = (*self.keeps_results, *(count + i for i in self.keeps_slots))
+            self._keeps_results = [i for i in range(count) if keep[i] is not None]
+            keeps_slots = [i for i in range(len(slots)) if keep[count + i] is not None]
+            self._keeps_given = [at[i] for i in keeps_slots]
+            places = (*self._keeps_results, *(count + i for i in keeps_slots))
             self._saved = {place: i for i, place in enumerate(places)}
             self._full = count + len(slots)
         self.in_place = kind.in_place and bool(attributes[-1]) and has_angles(self._named)
         self._backward: Plan | None = None
 
-    def keep(self, results: list[Any], slots: Slots) -> list[Any]:
+    def run(self, given: Sequence[Tensor]) -> list[Tensor | None]:
+        """The results.  given: the tensors in the slots that hold one."""
+        return self.plan.run({name: given[i] for i, name in self._needed})
+
+    def keep(self, results: list[Any], given: Sequence[Tensor]) -> list[Any]:
         """What the backward reads, in the order in which it is saved."""
-        return [results[i] for i in self.keeps_results] + [slots[i] for i in self.keeps_slots]
+        return [results[i] for i in self._keeps_results] + [given[i] for i in self._keeps_given]
+
+    def place(self, made: Slots) -> tuple[Any, ...]:
+        """Gradients in the places of what autograd was given: this call, then ``present``."""
+        found: list[Tensor | None] = [None] * (1 + len(self.present))
+        for index, grad in zip(self.kind.gradient_slots, made, strict=True):
+            if grad is not None:
+                found[1 + self._at[index]] = grad
+        return tuple(found)
 
     def gradients(self, grad: Tensor, saved: Slots) -> Slots:
         """The gradients from what keep() gave."""
@@ -127,10 +148,10 @@ class Apply(torch.autograd.Function):
     """A call with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *slots: Any) -> Any:
-        results = call.plan(*slots)
+    def forward(ctx: Any, call: Call, *given: Any) -> Any:
+        results = call.run(given)
         ctx.call = call
-        ctx.save_for_backward(*call.keep(results, slots))
+        ctx.save_for_backward(*call.keep(results, given))
         return results[0]
 
     @staticmethod
@@ -143,36 +164,37 @@ class Apply(torch.autograd.Function):
             made = operator.gradients(grads[0], full, call.attributes, call.wanted)
         else:
             made = call.gradients(grads[0], saved)
-        return place(call.kind, made, 1, 0)
+        return call.place(made)
 
 
 class ApplyInPlace(Apply):
     """A call that writes over its first slot, which then is another result of it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *slots: Any) -> Any:
-        first = Apply.forward(ctx, call, *slots)
-        ctx.mark_dirty(slots[0])
+    def forward(ctx: Any, call: Call, *given: Any) -> Any:
+        first = Apply.forward(ctx, call, *given)
+        ctx.mark_dirty(given[0])
         ctx.set_materialize_grads(False)
-        return first, slots[0]
+        return first, given[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kind: Kind = ctx.call.kind
+        call: Call = ctx.call
         if grads[1] is not None:
             raise GraphError(
-                f"{kind.name}: {kind.slots[0]} was rotated in place, and what read it afterwards "
-                "hands it a gradient; leave in_place out"
+                f"{call.kind.name}: {call.kind.slots[0]} was rotated in place, and what read it "
+                "afterwards hands it a gradient; leave in_place out"
             )
         if grads[0] is None:
-            return place(kind, (None,) * len(kind.gradients), 1, 0)
+            return call.place((None,) * len(call.kind.gradients))
         return Apply.backward(ctx, grads[0])
 
 
 def run_call(call: Call, slots: Slots) -> Tensor:
     """The first result, differentiable if the call asks for it."""
-    if call.training and call.in_place:
-        return cast(Tensor, ApplyInPlace.apply(call, *slots)[0])
-    if call.training:
-        return cast(Tensor, Apply.apply(call, *slots))
-    return cast(Tensor, call.plan(*slots)[0])
+    given = cast("list[Tensor]", [slots[i] for i in call.present])
+    if not call.training:
+        return cast(Tensor, call.run(given)[0])
+    if call.in_place:
+        return cast(Tensor, ApplyInPlace.apply(call, *given)[0])
+    return cast(Tensor, Apply.apply(call, *given))

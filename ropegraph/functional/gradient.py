@@ -35,9 +35,9 @@ def kept(
     return *results, *found
 
 
-def place(kind: Kind, made: Slots, before: int, after: int) -> tuple[Any, ...]:
-    """Gradients in the places of their slots, between that many arguments without one."""
-    found: list[Tensor | None] = [None] * (before + len(kind.slots) + after)
+def place(kind: Kind, made: Slots, after: int) -> tuple[Any, ...]:
+    """Gradients in the places of their slots, before that many arguments without one."""
+    found: list[Tensor | None] = [None] * (len(kind.slots) + after)
     for index, grad in zip(kind.gradient_slots, made, strict=True):
-        found[before + index] = grad
+        found[index] = grad
     return tuple(found)

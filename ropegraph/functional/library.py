@@ -129,9 +129,9 @@ class Operator:
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         grad, kind = grads[0], self.kind
         if grad is None:
-            return place(kind, (None,) * len(kind.gradients), 0, self._attributes + 1)
+            return place(kind, (None,) * len(kind.gradients), self._attributes + 1)
         made = self.gradients(grad, ctx.saved_tensors, ctx.attributes, ctx.wanted)
-        return place(kind, made, 0, self._attributes + 1)
+        return place(kind, made, self._attributes + 1)
 
     def gradients(
         self, grad: Tensor, saved: Slots, attributes: tuple[Any, ...], wanted: tuple[bool, ...]
