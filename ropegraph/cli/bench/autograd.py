@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ropegraph.cli.bench import peers
 from ropegraph.cli.bench.row import Row
-from ropegraph.cli.bench.timing import device_us, host_us
+from ropegraph.cli.bench.timing import device_in_turn, host_us
 from ropegraph.functional import attention, qkv_attention
 
 H_Q, H_KV, D = 32, 8, 128
@@ -19,26 +22,49 @@ Step = Callable[[], object]
 def rows(angles: Callable[[int], Tensor]) -> list[Row]:
     """Steps from separate heads and from packed QKV.  angles: a table for so many positions."""
     found: list[Row] = []
-    for b, s, target in ((1, 512, 150.0), (1, 2048, 430.0), (2, 8192, 7550.0)):
-        freqs, size = angles(s), f"b{b} s{s}"
-        for name, step in _steps(b, s, freqs).items():
-            us = host_us(lambda _, step=step: _waited(step)) if s < 8192 else device_us(step)
-            work = f"training step by autograd, {name}, {size}"
-            found.append(Row(work, us, us, target, "us"))
-            if s == 8192:
-                found.append(
-                    Row(f"memory of that step, {name}, {size}", us, _mib(step), None, "MiB")
-                )
+    for b, s, target in ((1, 512, 150.0), (1, 2048, 430.0)):
+        ours, others = _steps(b, s, angles(s))
+        nothing = others["a Function that does nothing"]
+        for name, step in ours.items():
+            beside = {
+                "in the calling thread": _host_us(step, threads=False),
+                "a Function that does nothing": _host_us(nothing),
+            }
+            us = _host_us(step)
+            work = f"training step by autograd, {name}, b{b} s{s}"
+            found.append(Row(work, us, us, target, "us", beside))
+    return found + _long(2, 8192, angles)
+
+
+def _long(b: int, s: int, angles: Callable[[int], Tensor]) -> list[Row]:
+    """Steps that the device takes longest for, and their memory."""
+    ours, others = _steps(b, s, angles(s))
+    del others["a Function that does nothing"]
+    memory = {name: _mib(step) for name, step in (ours | others).items()}
+    times = device_in_turn(ours | others)
+    beside = {name: times[name] for name in others}
+    size = f"b{b} s{s}"
+    found = [
+        Row(f"training step by autograd, {n}, {size}", times[n], times[n], 7550.0, "us", beside)
+        for n in ours
+    ]
+    found += (
+        Row(f"memory of that step, {name}, {size}", times[name], mib, None, "MiB")
+        for name, mib in memory.items()
+    )
     return found
 
 
-def _steps(b: int, s: int, freqs: Tensor) -> dict[str, Step]:
+def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, Step]]:
+    """Our steps, and others."""
+
     def normal(h: int) -> Tensor:
         return torch.randn(b, s, h, D, device="cuda", dtype=torch.bfloat16)
 
     q, k, v = (normal(h).transpose(1, 2).requires_grad_() for h in SPLIT)
     packed = normal(sum(SPLIT)).requires_grad_()
     do = normal(H_Q).transpose(1, 2)
+    cos, sin = freqs[:, 0, 0].cos().bfloat16(), freqs[:, 0, 0].sin().bfloat16()
 
     def heads() -> object:
         o = attention(q, k, v, freqs, is_causal=True, enable_gqa=True)
@@ -52,7 +78,48 @@ def _steps(b: int, s: int, freqs: Tensor) -> dict[str, Step]:
         o = qkv_attention(packed, freqs, split=SPLIT, is_causal=True, recompute_rope=True)
         return torch.autograd.grad(o, packed, do)
 
-    return {"separate heads": heads, "packed": whole, "packed, rotated again": again}
+    def plain(turn: peers.Turn | None = None) -> object:
+        q_rot, k_rot = (q, k) if turn is None else turn(q, k, cos, sin)
+        o = F.scaled_dot_product_attention(q_rot, k_rot, v, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    def nothing() -> object:
+        o: Any = _Nothing.apply(q, k, v)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    ours: dict[str, Step] = {
+        "separate heads": heads,
+        "packed": whole,
+        "packed, rotated again": again,
+    }
+    others: dict[str, Step] = {"F.sdpa alone": plain, "a Function that does nothing": nothing}
+    eager = peers.rotations().get("HF eager")
+    if eager is not None:
+        others["HF eager + F.sdpa"] = lambda: plain(eager)
+    return ours, others
+
+
+class _Nothing(torch.autograd.Function):
+    """What autograd itself takes: three inputs, three gradients, no launch."""
+
+    @staticmethod
+    def forward(ctx: Any, *heads: Any) -> Any:
+        ctx.save_for_backward(*heads)
+        return heads[0].view_as(heads[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _, k, v = ctx.saved_tensors
+        return grads[0], k, v
+
+
+def _host_us(step: Step, threads: bool = True) -> float:
+    """Wall time of a step with the wait for the device.
+
+    threads: False keeps autograd in the calling thread, as a training loop may.
+    """
+    with torch.autograd.set_multithreading_enabled(threads):
+        return host_us(lambda _: _waited(step))
 
 
 def _waited(step: Step) -> None:

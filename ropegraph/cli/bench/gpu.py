@@ -12,7 +12,7 @@ from torch import Tensor
 import ropegraph as rg
 from ropegraph.cli.bench import autograd, peers
 from ropegraph.cli.bench.row import Row
-from ropegraph.cli.bench.timing import device_us, host_us
+from ropegraph.cli.bench.timing import device_in_turn, device_us, host_us
 from ropegraph.execution.replay import KEPT
 
 H_Q, H_KV, D = 32, 8, 128
@@ -64,13 +64,20 @@ def rotation(op: str, x: Buffers, s: int) -> Callable[[], object]:
 class Attention:
     """The forward and, if wanted, the backward graph of rope + sdpa on given buffers."""
 
-    def __init__(self, x: Buffers, s: int, in_place: bool = False, grads: bool = False) -> None:
+    def __init__(
+        self,
+        x: Buffers,
+        s: int,
+        in_place: bool = False,
+        grads: bool = False,
+        rotated: bool = True,
+    ) -> None:
         g = rg.pygraph(io_data_type=BF16, fold="q")
         freqs = angles(s)
         t = {n: g.tensor_like(x[n], name=n) for n in "qkv"}
         f = g.tensor_like(freqs, name="freqs")
         self.pack: Buffers = {"freqs": freqs, **{n: x[n] for n in "qkv"}}
-        for n in "qk":
+        for n in "qk" if rotated else "":
             t[n] = g.rope(t[n], f, name=f"rope_{n}").set_name(f"{n}_rot")
             if in_place:
                 t[n].set_output(True).set_stride(x[n].stride())
@@ -178,22 +185,30 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
         us = device_us(lambda: ours.forward.execute(ours.pack))
         work = f"rope in place + SDPA forward in packed QKV, {size}"
         found.append(Row(work, us, us, packed, "us"))
-        for in_place in (False, True):
-            both = Attention(x, s, in_place=in_place, grads=True)
-            us = device_us(both.step)
-            place = ", in place" if in_place else ""
-            work = f"forward + backward graph, packed{place}, {size}"
-            found.append(Row(work, us, us, 7560.0, "us", {} if in_place else _native_step(both)))
+        found += _steps(x, s, size)
     return found
 
 
-def _native_step(both: Attention) -> dict[str, float]:
-    """cuDNN's native forward and backward on the same buffers, where it has them."""
-    back = peers.native(cast(rg.pygraph, both.back), both.back_pack)
-    forward = peers.native(both.forward, both.pack)
-    if forward is None or back is None:
-        return {}
-    return {"cuDNN native": device_us(lambda: (forward(), back()))}
+def _steps(x: Buffers, s: int, size: str) -> list[Row]:
+    """Forward and backward graphs: all take turns, for the card slows down as it warms."""
+    apart, in_place, alone = (
+        Attention(x, s, grads=True),
+        Attention(x, s, grads=True, in_place=True),
+        Attention(x, s, grads=True, rotated=False),
+    )
+    works: dict[str, Callable[[], object]] = {
+        "packed": apart.step,
+        "packed, in place": in_place.step,
+        "SDPA alone": alone.step,
+    }
+    back = peers.native(cast(rg.pygraph, apart.back), apart.back_pack)
+    forward = peers.native(apart.forward, apart.pack)
+    if forward is not None and back is not None:
+        works["cuDNN native"] = lambda: (forward(), back())
+    times = device_in_turn(works)
+    ours = {name: times.pop(name) for name in ("packed", "packed, in place")}
+    work = "forward + backward graph"
+    return [Row(f"{work}, {n}, {size}", us, us, 7560.0, "us", times) for n, us in ours.items()]
 
 
 def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:

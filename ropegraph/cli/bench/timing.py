@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,24 +42,34 @@ def _once(work: Work, calls: int) -> float:
 
 
 def device_us(work: Work, rounds: int = 15) -> float:
-    """Median device time of one call in microseconds, by CUDA events.
+    """Median device time of one call in microseconds, by CUDA events."""
+    return device_in_turn({"": work}, rounds)[""]
+
+
+def device_in_turn(works: Mapping[str, Work], rounds: int = 15) -> dict[str, float]:
+    """Median device times of works that take turns: a warm card is as warm for each of them.
 
     A buffer larger than the L2 cache is written before each call: its data leave the cache, and the
     host is ahead of the device when the first event is reached.
     """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        work()
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for work in works.values():
+        for _ in range(3):
+            work()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in works}
     for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        start.record()
-        work()
-        end.record()
-        marks.append((start, end))
+        for name, work in works.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            work()
+            end.record()
+            marks[name].append((start, end))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in marks) * 1e3
+    return {
+        name: statistics.median(start.elapsed_time(end) for start, end in own) * 1e3
+        for name, own in marks.items()
+    }
 
 
 def host_us(work: Callable[[int], object], rounds: int = 300) -> float:
