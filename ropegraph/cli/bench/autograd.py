@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ropegraph.cli.bench import peers
@@ -80,8 +79,7 @@ def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, St
 
     def plain(turn: peers.Turn | None = None) -> object:
         q_rot, k_rot = (q, k) if turn is None else turn(q, k, cos, sin)
-        o = F.scaled_dot_product_attention(q_rot, k_rot, v, is_causal=True, enable_gqa=True)
-        return torch.autograd.grad(o, (q, k, v), do)
+        return torch.autograd.grad(peers.attention(q_rot, k_rot, v), (q, k, v), do)
 
     def nothing() -> object:
         o: Any = _Nothing.apply(q, k, v)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import ropegraph as rg
@@ -168,7 +167,7 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
     others = {"SDPA alone": device_us(alone)}
     for name, turn in peers.rotations().items():
         others[f"{name} + F.sdpa"] = device_us(
-            lambda turn=turn: _plain(*turn(x["q"], x["k"], cos, sin), x["v"])
+            lambda turn=turn: peers.attention(*turn(x["q"], x["k"], cos, sin), x["v"])
         )
     ours = Attention(x, s)
     native = peers.native(ours.forward, ours.pack)
@@ -221,10 +220,6 @@ def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:
     return lambda: g.execute(pack)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
 def _host() -> list[Row]:
     """Host time of one execute of the forward graph: launches hidden, queue idle."""
     ours = Attention(inputs(1, 256, packed=False), 256)
@@ -237,7 +232,7 @@ def _host() -> list[Row]:
 
     same = host_us(lambda _: ours.forward.execute(x))
     new = host_us(other)
-    plain = host_us(lambda _: _plain(x["q"], x["k"], x["v"]))
+    plain = host_us(lambda _: peers.attention(x["q"], x["k"], x["v"]))
     work = "host time of execute, b1 s256"
     return [
         Row(f"{work}, the same buffers", same, same, 8.0, "us", {"F.sdpa alone": plain}),
@@ -260,7 +255,7 @@ def _training_step(b: int, s: int) -> Row:
 
     def plain(turn: peers.Turn) -> None:
         q, k = turn(leaves[0], leaves[1], cos, sin)
-        torch.autograd.grad(_plain(q, k, leaves[2]), leaves, do)
+        torch.autograd.grad(peers.attention(q, k, leaves[2]), leaves, do)
         torch.cuda.synchronize()
 
     # Liger's function here has no autograd of its own.

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import ropegraph as rg
@@ -31,6 +32,11 @@ def rotations() -> dict[str, Turn]:
     if liger is not None:
         found["Liger"] = liger
     return found
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own, causal."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def native(graph: rg.pygraph, pack: Mapping[str, Any]) -> Callable[[], object] | None:
