@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, St
         return torch.autograd.grad(peers.attention(q_rot, k_rot, v), (q, k, v), do)
 
     def nothing() -> object:
-        o: Any = _Nothing.apply(q, k, v)
+        o = cast(Tensor, _Nothing.apply(q, k, v))
         return torch.autograd.grad(o, (q, k, v), do)
 
     ours: dict[str, Step] = {
