@@ -27,6 +27,7 @@ def rows(angles: Callable[[int], Tensor]) -> list[Row]:
         for name, step in ours.items():
             beside = {
                 "in the calling thread": _host_us(step, threads=False),
+                "captured by torch.cuda.graph": _host_us(_captured(step)),
                 "a Function that does nothing": _host_us(nothing),
             }
             us = _host_us(step)
@@ -118,6 +119,20 @@ def _host_us(step: Step, threads: bool = True) -> float:
     """
     with torch.autograd.set_multithreading_enabled(threads):
         return host_us(lambda _: _waited(step))
+
+
+def _captured(step: Step) -> Step:
+    """The whole step, autograd included, as one CUDA graph: any loop may do so."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def _waited(step: Step) -> None:
