@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ropegraph.engines.cuda_rope import norm
 from ropegraph.engines.cuda_rope.engine import CudaRope
+from ropegraph.engines.cuda_rope.norm_kernels import load
 from ropegraph.ir.ops import (
     NormRope,
     NormRopeBackward,
@@ -160,7 +161,7 @@ def rows(size: Size) -> Iterator[Row]:
 
 @contextmanager
 def changed(**names: Any) -> Iterator[None]:
-    """Constants of norm.py, and ``resident``, at other values."""
+    """Constants of norm.py, and ``resident``, at other values; kernels are compiled anew."""
     old = {n: getattr(norm, n) for n in names if n != "resident"}
     resident = norm.NormVariant.resident
     for name, value in names.items():
@@ -168,9 +169,11 @@ def changed(**names: Any) -> Iterator[None]:
             norm.NormVariant.resident = property(lambda _, n=value: n)  # type: ignore[assignment]
         else:
             setattr(norm, name, value)
+    load.cache_clear()
     try:
         yield
     finally:
+        load.cache_clear()
         norm.NormVariant.resident = resident  # type: ignore[method-assign]
         for name, value in old.items():
             setattr(norm, name, value)

@@ -24,6 +24,7 @@
 namespace {
 
 constexpr bool kFirst = NORM_FIRST;
+constexpr bool kBlends = NORM_FIRST && !NORM_WHOLE;  // the forward, one weight for all heads
 // On the side of the norm, channels lie as they are read, or as they are written.
 constexpr bool kNormPairs = (NORM_FIRST != NORM_BACKWARD) ? ROPE_READ_PAIRS : ROPE_WRITE_PAIRS;
 constexpr float kLargest = 1e37f;  // a mean of squares past which they are made again, scaled
@@ -100,28 +101,42 @@ struct Places {
   }
 };
 
-// The same as they lie in memory. What is not there is zero.
+// The same as they lie in memory.
 template <typename E, int V, int T, int P>
 struct Packed {
   Vec<E, V> a[T], c[T], p[P ? P : 1];
 
-  __device__ static void fetch(Vec<E, V>& to, const E* row, int channel, long long d, bool is_there) {
-    if (is_there && channel >= 0) {
-      to.load(row + channel * (V == 1 ? d : 1));
-    } else {
+  __device__ void clear() {
+    const auto zero = [](Vec<E, V>& x) {
 #pragma unroll
-      for (int k = 0; k < V; k += 2) to.set(k, 0.0f, 0.0f);
+      for (int k = 0; k < V; k += 2) x.set(k, 0.0f, 0.0f);
+    };
+#pragma unroll
+    for (int t = 0; t < T; ++t) zero(a[t]), zero(c[t]);
+#pragma unroll
+    for (int i = 0; i < P; ++i) zero(p[i]);
+  }
+
+  // What is not there is left as it was.
+  __device__ void reload(const E* row, const Places<V, T, P>& at, long long d, bool is_there) {
+    if (!is_there) return;
+    const auto channel = [&](int nth) { return row + nth * (V == 1 ? d : 1); };
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      if (at.a[t] < 0) continue;
+      a[t].load(channel(at.a[t]));
+      c[t].load(channel(at.c[t]));
+    }
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (at.p[i] >= 0) p[i].load(channel(at.p[i]));
     }
   }
 
+  // What is not there is zero.
   __device__ void load(const E* row, const Places<V, T, P>& at, long long d, bool is_there) {
-#pragma unroll
-    for (int t = 0; t < T; ++t) {
-      fetch(a[t], row, at.a[t], d, is_there);
-      fetch(c[t], row, at.c[t], d, is_there && at.a[t] >= 0);
-    }
-#pragma unroll
-    for (int i = 0; i < P; ++i) fetch(p[i], row, at.p[i], d, is_there);
+    clear();
+    reload(row, at, d, is_there);
   }
 
   __device__ void store(E* row, const Places<V, T, P>& at, long long d) const {
@@ -209,11 +224,30 @@ __device__ inline bool is_off(const Norm& norm, float mean) {
   return !(mean <= kLargest) || mean < norm.small;
 }
 
+// The sum of products, in four chains: each addition waits for the one before it.
 template <int V, int T, int P>
-__device__ inline float squares(Row<V, T, P>& row) {
-  float sum = 0.0f;
-  row.each([&](float x) { sum = fused(x, x, sum); });
-  return sum;
+__device__ inline float dot(const Row<V, T, P>& x, const Row<V, T, P>& y) {
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+  for (int k = 0; k < V; ++k) {
+    float &even = sum[k % 2], &odd = sum[2 + k % 2];
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      even = fused(x.a[t][k], y.a[t][k], even);
+      odd = fused(x.c[t][k], y.c[t][k], odd);
+    }
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      float& either = i % 2 ? odd : even;
+      either = fused(x.p[i][k], y.p[i][k], either);
+    }
+  }
+  return plus(plus(sum[0], sum[1]), plus(sum[2], sum[3]));
+}
+
+template <int V, int T, int P>
+__device__ inline float squares(const Row<V, T, P>& row) {
+  return dot(row, row);
 }
 
 template <int V, int T, int P>
@@ -241,6 +275,54 @@ __device__ inline void turn_row(const Turn<V> (&turn)[T], float factor, float sc
   for (int i = 0; i < P; ++i) {
 #pragma unroll
     for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], scale);
+  }
+}
+
+// What pairs are multiplied by, weight, rotation and factor in one: of y1 and of y2.
+template <int V>
+struct Blend {
+  float a1[V], c1[V], a2[V], c2[V];
+};
+
+// The weight goes into the rotation that follows it, and into the scale of what does not turn:
+// once a token, where it would be once a row.
+template <int V, int T, int P>
+__device__ inline void blend(const Turn<V> (&turn)[T], float factor, float scale,
+                             Row<V, T, P>& weight, Blend<V> (&blended)[T]) {
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float a = times(weight.a[t][k], factor), c = times(weight.c[t][k], factor);
+      blended[t].a1[k] = times(a, turn[t].cos[0][k]);
+      blended[t].c1[k] = minus(times(c, turn[t].sin[0][k]));
+      blended[t].a2[k] = times(a, turn[t].sin[kColumns - 1][k]);
+      blended[t].c2[k] = times(c, turn[t].cos[kColumns - 1][k]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) weight.p[i][k] = times(weight.p[i][k], scale);
+  }
+}
+
+template <int V, int T, int P>
+__device__ inline void turn_row(const Blend<V> (&blended)[T], const Row<V, T, P>& weight,
+                                Row<V, T, P>& row) {
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float x1 = row.a[t][k], x2 = row.c[t][k];
+      row.a[t][k] = fused(x1, blended[t].a1[k], times(x2, blended[t].c1[k]));
+      row.c[t][k] = fused(x2, blended[t].c2[k], times(x1, blended[t].a2[k]));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], weight.p[i][k]);
   }
 }
 
@@ -309,19 +391,24 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
 
   Packed<ROPE_IN, V, T, P> held[F];
   int wanted = from + seat.head;
+  const ROPE_IN* next = x + wanted * job.x_h;
+  const long long x_step = split.heads * job.x_h, y_step = split.heads * job.y_h;
+  // Heads past the last one are worked on like one before, and not written.
   const auto load = [&](int f) {
-    const bool is_there = is_token && wanted < to;
-    held[f].load(x + (is_there ? wanted * job.x_h : 0), in, job.x_d, is_there);
+    held[f].reload(next, in, job.x_d, is_token && wanted < to);
     wanted += split.heads;
+    next += x_step;
   };
 #pragma unroll
-  for (int f = 0; f < F; ++f) load(f);
+  for (int f = 0; f < F; ++f) held[f].clear(), load(f);
 
   Row<V, T, P> weight;
   if constexpr (!NORM_WHOLE) weight = weight_of(norm, weighed, 0, true);
   Turn<V> turn[T];
   turn_of<V, T, A>(job, token, seat, lane, turn);
   const float scale = pass_scale(job, token, seat);
+  Blend<V> blended[T];
+  if constexpr (kBlends) blend(turn, job.factor, scale, weight, blended);
 
   // What is squared.
   const auto normed = [&](const Packed<ROPE_IN, V, T, P>& packed) {
@@ -332,10 +419,8 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
     }
     return row;
   };
-  const auto write_inverse = [&](int head, float inverse) {
-    norm.inverse[b * norm.inverse_b + head * norm.inverse_h + (s + seat.token) * norm.inverse_s] =
-        inverse;
-  };
+  long long inverse_at = b * norm.inverse_b + (s + seat.token) * norm.inverse_s;
+  const bool has_inverse = norm.inverse && is_token;
 
   float inverse = 1.0f, shrink = 1.0f;
   if constexpr (NORM_WHOLE) {
@@ -361,13 +446,16 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
       mean = lane_sum(sweep(true), lane, 1, kLanes) * norm.per;
     }
     inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
-    if (norm.inverse && lane == 0) write_inverse(0, times(inverse, shrink));
+    if (has_inverse && lane == 0) norm.inverse[inverse_at] = times(inverse, shrink);
   }
 
+  int head = from + seat.head;
+  y += head * job.y_h;
+  inverse_at += head * norm.inverse_h;
+  const long long inverse_step = split.heads * norm.inverse_h;
   for (int unit = from; unit < to; unit += F * split.heads) {
 #pragma unroll
     for (int f = 0; f < F; ++f) {
-      const int head = unit + f * split.heads + seat.head;
       const bool is_there = is_token && head < to;
       Row<V, T, P> row = normed(held[f]);
       load(f);
@@ -375,26 +463,35 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
         weight = weight_of(norm, weighed, is_there ? head : 0, is_there);
         row.each([&](float& value) { value = times(value, shrink); });
       } else {
-        shrink = 1.0f;
         float mean = lane_sum(squares(row), lane, 1, sum_lanes) * norm.per;
+        float written = inverse = rsqrtf(mean + norm.epsilon);
         if (__ballot_sync(kAll, is_off(norm, mean))) {
           shrink = shrink_of(norm, lane_max(largest_of(row), lane, sum_lanes));
           row.each([&](float& value) { value = times(value, shrink); });
           mean = lane_sum(squares(row), lane, 1, sum_lanes) * norm.per;
+          inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
+          written = times(inverse, shrink);
         }
-        inverse = rsqrtf(mean + norm.epsilon * shrink * shrink);
-        if (norm.inverse && is_there && seat.vec == 0) write_inverse(head, times(inverse, shrink));
+        if (has_inverse && head < to && seat.vec == 0) norm.inverse[inverse_at] = written;
       }
-      row.with(weight, [&](float& value, float w) { value = times(value, times(inverse, w)); });
+      if constexpr (kBlends) {
+        row.each([&](float& value) { value = times(value, inverse); });
+        turn_row(blended, weight, row);
+      } else {
+        row.with(weight, [&](float& value, float w) { value = times(value, times(inverse, w)); });
+        if constexpr (kFirst) turn_row(turn, job.factor, scale, row);
+      }
       if constexpr (kFirst) {
-        turn_row(turn, job.factor, scale, row);
         if (is_dead) row.each([&](float& value) { value = token.value; });
       }
       if (is_there) {
         Packed<ROPE_OUT, V, T, P> written;
         written.template round<ROPE_WRITE_PAIRS>(row);
-        written.store(y + head * job.y_h, out, job.y_d);
+        written.store(y, out, job.y_d);
       }
+      head += split.heads;
+      y += y_step;
+      inverse_at += inverse_step;
     }
   }
 }
@@ -502,9 +599,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
         }
       }
       grad.with(weight, [](float& value, float w) { value = times(value, w); });
-      float dot = 0.0f;
-      grad.with(n, [&](float g, float value) { dot = fused(g, value, dot); });
-      const float mean = lane_sum(dot, lane, 1, split.lanes) * norm.per;
+      const float mean = lane_sum(dot(grad, n), lane, 1, split.lanes) * norm.per;
       grad.with(n, [&](float& g, float value) { g = times(own, fused(minus(value), mean, g)); });
       if constexpr (!kFirst) turn_row(turn, job.factor, scale, grad);
       if (is_dead) grad.each([&](float& value) { value = token.value; });
