@@ -37,7 +37,7 @@ MANY_WARPS = 8192
 LOG_GROUP, LOG_GROUP_LONG = 14, 10
 FLIGHT = 2
 # Of the backward: enough to fill a GPU a few times, few enough that their sums cost little.
-TOTAL_WARPS = 8192
+TOTAL_WARPS = 4224
 SUM_COLUMNS = 8  # that a block of norm_sum adds up
 # Below this epsilon, squares of tiny rows are made again, scaled up.
 _SMALL_EPSILON, _SMALL_MEAN = 1e-25, 1e-20
@@ -128,7 +128,9 @@ class NormVariant:
         wide = held * self.vec * (2 if self.kind.is_full else 1)
         if self.is_backward:
             return 12 if wide <= 16 else 8
-        return 20 if wide <= 8 else 16 if wide <= 16 else 12
+        if self.norm_first and not self.is_whole and wide <= 16:
+            return 28  # weight and rotation lie in shared memory
+        return 20 if wide <= 16 else 12
 
     @property
     def macros(self) -> dict[str, str]:

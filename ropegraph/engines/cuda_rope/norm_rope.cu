@@ -278,26 +278,25 @@ __device__ inline void turn_row(const Turn<V> (&turn)[T], float factor, float sc
   }
 }
 
-// What pairs are multiplied by, weight, rotation and factor in one: of y1 and of y2.
-template <int V>
-struct Blend {
-  float a1[V], c1[V], a2[V], c2[V];
+// What a pair is multiplied by, weight, rotation and factor in one: y1 = x1 a1 + x2 c1.
+struct alignas(16) Blend {
+  float a1, c1, a2, c2;
 };
 
 // The weight goes into the rotation that follows it, and into the scale of what does not turn:
-// once a token, where it would be once a row.
+// once a token, where it would be once a row. Each lane keeps its own in shared memory: in
+// registers they would take the place of loads in flight.
 template <int V, int T, int P>
 __device__ inline void blend(const Turn<V> (&turn)[T], float factor, float scale,
-                             Row<V, T, P>& weight, Blend<V> (&blended)[T]) {
+                             Row<V, T, P>& weight, Blend (*blends)[kLanes], int lane) {
 #pragma unroll
   for (int t = 0; t < T; ++t) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
       const float a = times(weight.a[t][k], factor), c = times(weight.c[t][k], factor);
-      blended[t].a1[k] = times(a, turn[t].cos[0][k]);
-      blended[t].c1[k] = minus(times(c, turn[t].sin[0][k]));
-      blended[t].a2[k] = times(a, turn[t].sin[kColumns - 1][k]);
-      blended[t].c2[k] = times(c, turn[t].cos[kColumns - 1][k]);
+      blends[t * V + k][lane] = {
+          times(a, turn[t].cos[0][k]), minus(times(c, turn[t].sin[0][k])),
+          times(a, turn[t].sin[kColumns - 1][k]), times(c, turn[t].cos[kColumns - 1][k])};
     }
   }
 #pragma unroll
@@ -308,15 +307,17 @@ __device__ inline void blend(const Turn<V> (&turn)[T], float factor, float scale
 }
 
 template <int V, int T, int P>
-__device__ inline void turn_row(const Blend<V> (&blended)[T], const Row<V, T, P>& weight,
-                                Row<V, T, P>& row) {
+__device__ inline void turn_row(const Blend (*blends)[kLanes], int lane,
+                                const Row<V, T, P>& weight, Row<V, T, P>& row) {
+  asm volatile("" ::: "memory");  // or the compiler keeps them all in registers after all
 #pragma unroll
   for (int t = 0; t < T; ++t) {
 #pragma unroll
     for (int k = 0; k < V; ++k) {
+      const Blend by = blends[t * V + k][lane];
       const float x1 = row.a[t][k], x2 = row.c[t][k];
-      row.a[t][k] = fused(x1, blended[t].a1[k], times(x2, blended[t].c1[k]));
-      row.c[t][k] = fused(x2, blended[t].c2[k], times(x1, blended[t].a2[k]));
+      row.a[t][k] = fused(x1, by.a1, times(x2, by.c1));
+      row.c[t][k] = fused(x2, by.c2, times(x1, by.a2));
     }
   }
 #pragma unroll
@@ -407,8 +408,9 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
   Turn<V> turn[T];
   turn_of<V, T, A>(job, token, seat, lane, turn);
   const float scale = pass_scale(job, token, seat);
-  Blend<V> blended[T];
-  if constexpr (kBlends) blend(turn, job.factor, scale, weight, blended);
+  __shared__ Blend blends[kBlends ? NORM_WARPS : 1][kBlends ? T * V : 1][kLanes];
+  Blend(*const own)[kLanes] = blends[kBlends ? threadIdx.x / kLanes : 0];
+  if constexpr (kBlends) blend(turn, job.factor, scale, weight, own, lane);
 
   // What is squared.
   const auto normed = [&](const Packed<ROPE_IN, V, T, P>& packed) {
@@ -476,7 +478,7 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
       }
       if constexpr (kBlends) {
         row.each([&](float& value) { value = times(value, inverse); });
-        turn_row(blended, weight, row);
+        turn_row(own, lane, weight, row);
       } else {
         row.with(weight, [&](float& value, float w) { value = times(value, times(inverse, w)); });
         if constexpr (kFirst) turn_row(turn, job.factor, scale, row);
