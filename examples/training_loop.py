@@ -84,11 +84,14 @@ def main():
     for step in range(0, STEPS, 30):
         print(f"step {step:3d}  loss {ours[step]:.4f}  in plain torch {plain[step]:.4f}")
     print(f"last      loss {ours[-1]:.4f}  in plain torch {plain[-1]:.4f}")
-    gap = max(abs(a - b) for a, b in zip(ours, plain, strict=True))
-    print(f"largest difference {gap:.1e}")
-    assert gap < (1e-3 if DEVICE == "cpu" else 0.1)
+    first = max(abs(a - b) for a, b in zip(ours[:10], plain[:10], strict=True))
+    last, plain_last = (sum(x[-20:]) / 20 for x in (ours, plain))
+    print(f"the first 10 differ by at most {first:.1e}, means of the last 20 by "
+          f"{abs(last - plain_last):.1e}")  # fmt: skip
+    assert first < (1e-4 if DEVICE == "cpu" else 0.02)  # bf16 on a GPU
+    assert abs(last - plain_last) < 0.05
     assert ours[0] > 2.5
-    assert ours[-1] < 0.8  # what is new, once in ten, costs 0.6 and cannot be foreseen
+    assert last < 0.8  # what is new, once in ten, costs 0.6 and cannot be foreseen
 
 
 if __name__ == "__main__":

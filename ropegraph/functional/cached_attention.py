@@ -82,6 +82,8 @@ def cached_attention(
     tensor(new_lens, f"{where}: new_lens")
     if new_lens is None:
         new_lens = torch.full_like(lengths, q.shape[2] if q.dim() == 4 else 0)
+    elif new_lens.dtype not in (torch.int32, torch.int64):
+        raise GraphError(f"{where}: new_lens is {new_lens.dtype}; use torch.int32 [b]")
     new_lens = new_lens.to(torch.int32)
     room = k_cache.shape[2] if k_cache.dim() == 4 else 0
     fits = new_lens.shape == lengths.shape

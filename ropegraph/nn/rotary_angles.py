@@ -64,6 +64,8 @@ class RotaryAngles(nn.Module):
         self.angle_precision = angle_precision
         with torch.inference_mode(mode=False):
             self._host = _on_host(self._rope)
+        # True if the frequencies depend on the length of the sequence: dynamic and longrope.
+        self.reads_length: bool = self._rope.reads_length
         self._stretch = _stretch(self._rope)
         self.rope_dim = 2 * self._host.inv_freq.shape[-1]
         self._place(torch.get_default_device() if device is None else torch.device(device))
@@ -77,11 +79,6 @@ class RotaryAngles(nn.Module):
     def attention_factor(self) -> float:
         """What the rotated channels are multiplied by."""
         return self._host.attention_factor
-
-    @property
-    def reads_length(self) -> bool:
-        """True if the frequencies depend on the length of the sequence: dynamic and longrope."""
-        return self._rope.reads_length
 
     def forward(
         self,

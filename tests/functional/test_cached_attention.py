@@ -278,7 +278,11 @@ def test_mistakes() -> None:
     with pytest.raises(rg.GraphError, match=rf"lengths is \[1\]; use \[{B}\]"):
         call(*new, k_cache, v_cache, at=starts(0))
     with pytest.raises(rg.GraphError, match=rf"new_lens is \[1\]; use \[{B}\]"):
-        call(*new, k_cache, v_cache, new_lens=torch.ones(1))
+        call(*new, k_cache, v_cache, new_lens=starts(1))
+    with pytest.raises(rg.GraphError, match=r"new_lens is torch.float32; use torch.int32 \[b\]"):
+        call(*new, k_cache, v_cache, new_lens=torch.ones(B))
+    with pytest.raises(rg.PositionError, match=r"seq_len_q of sequence 0 is 3; .* in 0\.\.2"):
+        call(*new, k_cache, v_cache, new_lens=starts(3, 1))
     with pytest.raises(rg.GraphError, match="rope_dim= is given but no angles"):
         cached_attention(*new, k_cache, v_cache, starts(), rope_dim=4)
     leaf = q.clone().requires_grad_()
