@@ -15,6 +15,8 @@ from ropegraph.functional import attention, cached_attention, eager, library
 from ropegraph.functional.kept import Kept
 from ropegraph.testing import budget, oracle
 from tests.functional.cases import H_KV, H_Q, B, D, S, table
+from tests.functional.test_plan_cache import ROTATION, no_cache
+from tests.functional.test_plan_cache import data as small
 
 ROOM = S + 4
 STEPS = ((0, 5), (5, 6), (6, 7), (7, 10), (10, S))
@@ -225,6 +227,43 @@ def test_another_place_of_the_cache_is_no_stale_plan(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(room[0], rooms[0][0]) and room[0].any() for room in rooms)
     capped = cached_attention(*new, *caches(), starts(), table(ROOM), softcap=0.1)
     assert not torch.equal(capped, made[0])
+
+
+CHANGES: dict[str, dict[str, Any]] = ROTATION | {
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 0.5},
+    "window": {"window": 2},
+    "sink": {"sink": torch.ones(4)},
+    "fold": {"fold": "symmetric"},
+    "fold_log2": {"fold": "q", "fold_log2": True},
+    "new_lens": {"new_lens": torch.tensor([1, 2])},
+}
+
+
+def once(changes: dict[str, Any]) -> list[Tensor]:
+    """One call, as a graph of the torch engine: o and the caches."""
+    room = [torch.zeros(2, h, 12, 8) for h in (2, 2)]
+    new = [small(h, i, s=2) for i, h in enumerate((4, 2, 2))]
+    options = {"freqs": table(12, 8), **changes}
+    ids = options.get("position_ids")
+    if ids is not None:
+        options["position_ids"] = ids[:, :2]
+    return [cached_attention(*new, *room, starts(0, 3), **options), *room]
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_changed_field_is_as_a_fresh_build(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = CHANGES[field]
+    with no_cache(monkeypatch):
+        want, base = once(changes), once({})
+    for order in ([{}, changes], [changes, {}]):
+        monkeypatch.setattr(eager, "_calls", Kept[Any, Any](64))
+        for given in order:
+            got = once(given)
+            assert all(map(torch.equal, got, want if given is changes else base))
+    says_the_same = {"fold", "fold_log2", "cos", "table_layout"}
+    if field not in says_the_same:
+        assert not all(map(torch.equal, want, base))
 
 
 def test_a_kernel_that_needs_aligned_buffers_writes_to_the_callers(
