@@ -58,7 +58,7 @@ types: $(STAMP)
 
 examples: $(STAMP)
 	@set -e; for script in examples/*.py; do \
-		echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+		echo "== $$script"; OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python "$$script"; done
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -44,10 +44,25 @@ def dynamic(
     l_max = as_count("dynamic", "max_position_embeddings", max_position_embeddings)
     dtype = as_dtype("dynamic", dtype)
     length, device = as_length("dynamic", l_max if seq_len is None else seq_len, device)
+    made = stretched(length, rotated, theta, stretch, l_max, device=device, dtype=dtype)
+    return RopeAngles(made)
+
+
+def stretched(
+    length: int | Tensor,
+    rotated: int,
+    theta: float,
+    stretch: float,
+    l_max: int,
+    *,
+    device: Device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[r/2]: what ``dynamic`` gives, from values that were checked."""
     if isinstance(length, Tensor):
         # fp64, as Python's floats are: either kind of seq_len gives the same base.
         growth = (length.to(torch.float64) / l_max).clamp(min=1.0)
     else:
         growth = max(length / l_max, 1.0)
     base = theta * (1.0 + stretch * (growth - 1.0)) ** (rotated / (rotated - 2))
-    return RopeAngles(1.0 / positions_per_radian(base, rotated, device=device, dtype=dtype))
+    return 1.0 / positions_per_radian(base, rotated, device=device, dtype=dtype)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -67,6 +68,57 @@ def inv_freq(
     Raises GraphError for a missing or unknown key and for values that the type refuses.
     Source: transformers 5, ``ROPE_INIT_FUNCTIONS``.
     """
+    return resolve(
+        rope_parameters,
+        head_dim=head_dim,
+        max_position_embeddings=max_position_embeddings,
+        layer_type=layer_type,
+        ignore_keys=ignore_keys,
+    )(seq_len=seq_len, device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A rope type with its parameters read and checked; called, it makes the frequencies.
+
+    parameters: keywords of the function of that name in ``ropegraph.angles``.
+    section, is_interleaved: of M-RoPE, None where there is one axis.
+    """
+
+    rope_type: str
+    parameters: Mapping[str, Any]
+    section: Any = None
+    is_interleaved: bool = False
+
+    @property
+    def reads_length(self) -> bool:
+        """True if the frequencies depend on how long the sequence is."""
+        return "seq_len" in inspect.signature(ROPE_TYPES[self.rope_type]).parameters
+
+    def __call__(
+        self,
+        *,
+        seq_len: int | Tensor | None = None,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> RopeAngles:
+        """The frequencies; seq_len is ignored by the types that do not read it."""
+        length = {"seq_len": seq_len} if self.reads_length else {}
+        made = ROPE_TYPES[self.rope_type](**self.parameters, **length, device=device, dtype=dtype)
+        if self.section is None:
+            return made
+        return mrope(made, self.section, mrope_interleaved=self.is_interleaved)
+
+
+def resolve(
+    rope_parameters: object,
+    *,
+    head_dim: int | None = None,
+    max_position_embeddings: int | None = None,
+    layer_type: str | None = None,
+    ignore_keys: Iterable[str] = (),
+) -> Resolved:
+    """Read the parameters as ``inv_freq`` does, for frequencies that are made later."""
     given = read(rope_parameters, layer_type)
     make = ROPE_TYPES.get(given.rope_type)
     if make is None:
@@ -87,9 +139,7 @@ def inv_freq(
     heads = given.head_dim if head_dim is None else head_dim
     if heads is None:
         raise GraphError("inv_freq: rope_parameters does not tell head_dim; give head_dim=128, say")
-    keywords |= {"head_dim": heads, "device": device, "dtype": dtype}
-    if "seq_len" in keys:
-        keywords["seq_len"] = seq_len
+    keywords["head_dim"] = heads
     if "max_position_embeddings" in keys:
         length = max_position_embeddings
         if length is None:
@@ -97,8 +147,7 @@ def inv_freq(
         if length is not None:
             keywords["max_position_embeddings"] = length
     _refuse_missing(given, make, keywords)
-    found = make(**keywords)
-    return found if section is None else mrope(found, section, mrope_interleaved=interleaved)
+    return Resolved(given.rope_type, keywords, section, interleaved)
 
 
 def _refuse_unknown(given: Given, keys: Iterable[str], ignored: set[str]) -> None:

@@ -30,6 +30,8 @@ def call(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Tensor:
         if found is not None:
             return eager.run_call(found, slots)
     training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in slots)
+    if training and not kind.gradients:
+        kind.refuse_gradients(tuple(x is not None and x.requires_grad for x in slots))
     if training and eager.has_transforms():
         raise GraphError(
             f"{kind.name}: torch.func has no gradient of it; use torch.autograd.grad, or backward()"

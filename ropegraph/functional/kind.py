@@ -56,6 +56,7 @@ class Kind:
     kind is nothing but a rotation, and linear.
     settings: attributes -> keywords of pygraph.
     in_place: the last attribute says whether the first slot may be written over.
+    changes: slots that are written over in any case. What has some has no gradients.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Kind:
 
     settings: Callable[[Attributes], dict[str, Any]]
     in_place: bool = False
+    changes: tuple[str, ...] = ()
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
@@ -94,6 +96,11 @@ class Kind:
         for i in self._constant_slots:
             if needs[i]:
                 name = self.slots[i]
+                if not self.gradients:
+                    raise GraphError(
+                        f"{self.name}: {name} requires grad, but nothing has a gradient here; call "
+                        "it within torch.no_grad() or torch.inference_mode()"
+                    )
                 raise GraphError(
                     f"{self.name}: {name} requires grad but has no gradient; what has one is "
                     f"{', '.join(self.gradients)}; give {name}.detach()"

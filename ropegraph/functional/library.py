@@ -24,12 +24,16 @@ LIBRARY = torch.library.Library("ropegraph", "DEF")
 
 
 class Operator:
-    """The two operators of a kind, registered with torch when made."""
+    """The two operators of a kind, registered with torch when made.
+
+    A kind that changes tensors has one: torch differentiates no operator that does.
+    """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._count, self._attributes = len(kind.slots), len(kind.attributes)
-        data = [f"Tensor {name}" for name in kind.data]
+        marks = dict(zip(kind.changes, ("(a!)", "(b!)"), strict=False))
+        data = [f"Tensor{marks.get(name, '')} {name}" for name in kind.data]
         optional = [f"Tensor? {name}" for name in kind.optional]
         attributes = [f"{schema} {name}" for name, schema in kind.attributes]
         results = [f"Tensor {name}" for name in kind.results]
@@ -38,14 +42,17 @@ class Operator:
         self.forward = self._define(
             kind.name, [*data, *optional, *attributes, "bool training"], results
         )
-        self.backward = self._define(
-            f"{kind.name}_backward", ["Tensor grad", *read, *attributes, "bool[] wanted"], grads
-        )
         name = f"ropegraph::{kind.name}"
         for device in ("CPU", "CUDA"):
             LIBRARY.impl(kind.name, self._forward, device)
-            LIBRARY.impl(f"{kind.name}_backward", self._backward, device)
         torch.library.register_fake(name, self._forward_fake, lib=LIBRARY)
+        if kind.changes:
+            return
+        self.backward = self._define(
+            f"{kind.name}_backward", ["Tensor grad", *read, *attributes, "bool[] wanted"], grads
+        )
+        for device in ("CPU", "CUDA"):
+            LIBRARY.impl(f"{kind.name}_backward", self._backward, device)
         torch.library.register_fake(f"{name}_backward", self._backward_fake, lib=LIBRARY)
         torch.library.register_autograd(
             name, self._differentiate, setup_context=self._keep, lib=LIBRARY

@@ -70,6 +70,8 @@ class Plan:
             if not moved:
                 raise
             self.graph.execute(pack | moved)
+            for name in moved.keys() & self.graph.lowered.plan.graph.rewritten:
+                pack[name].copy_(moved[name])  # pyright: ignore[reportOptionalMemberAccess]
         return made
 
 
