@@ -64,8 +64,8 @@ def test_the_usual_variants_spill_nothing(
         # Tuned on sm_90; elsewhere a few numbers may be put aside.
         limit = 32 if arch not in ("sm_80", "sm_90") else 0
         assert all(one.spill <= limit for one in found.values()), f"{each} on {arch}: {found}"
-        # An SM of sm_120 holds 24 blocks.
-        resident = min(each.resident, 24 * each.warps) if arch == "sm_120" else each.resident
+        # The shared memory of an SM of sm_120 is enough for 20 blocks.
+        resident = min(each.resident, 20 * each.warps) if arch == "sm_120" else each.resident
         assert found["norm_vector"].registers * resident * 32 <= 65536
 
 
