@@ -61,7 +61,7 @@ examples: $(STAMP)
 		echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
 
 notebooks: $(STAMP)  ## execute examples/notebooks in place (ARGS="02_fold_rules": that one alone)
-	OMP_NUM_THREADS=1 $(BIN)/python examples/notebooks/execute.py $(ARGS)
+	$(BIN)/python examples/notebooks/execute.py $(ARGS)
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

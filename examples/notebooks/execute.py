@@ -55,7 +55,16 @@ def execute(path: Path) -> NotebookNode:
             coalesce_streams=True,
             config=Config({"KernelManager": private} if os.name == "posix" else {}),
         )
-        client.execute(env={**os.environ, "PYTHONPATH": search, "IPYTHONDIR": settings})
+        client.execute(
+            env={
+                # One thread, unless told otherwise: tensors are small, and bits are the same then.
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                "PYTHONPATH": search,
+                "IPYTHONDIR": settings,
+                "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            }
+        )
     return clean(notebook)
 
 
