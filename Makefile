@@ -11,7 +11,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types examples format bench clean gpu-test
+.PHONY: help setup demo test check lint types examples notebooks format bench clean gpu-test
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ types: $(STAMP)
 examples: $(STAMP)
 	@set -e; for script in examples/*.py; do \
 		echo "== $$script"; OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python "$$script"; done
+
+notebooks: $(STAMP)  ## execute examples/notebooks in place (ARGS="02_fold_rules": that one alone)
+	$(BIN)/python examples/notebooks/execute.py $(ARGS)
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,7 @@ from ropegraph.api import verification
 from ropegraph.api.checks import refuse_unknown
 from ropegraph.api.freeze import freeze
 from ropegraph.api.handle import Handle, as_handle, create_handle
+from ropegraph.api.raw_rows import raw_sides
 from ropegraph.api.recording import Recorder
 from ropegraph.api.variant_pack import Keys
 from ropegraph.api.verification import Verification
@@ -162,15 +163,30 @@ class LifeCycle:
             runnable.remember(variant_pack, stream)
             self._latest = runnable
 
-    def verify(self, variant_pack: Mapping[Any, Any]) -> Verification:
+    def verify(
+        self, variant_pack: Mapping[Any, Any], *, raw: Mapping[Any, Any] | None = None
+    ) -> Verification:
         """Execute, and compare every launch with the same operation in fp64 on the same inputs.
 
-        variant_pack: as for execute(); outputs are written. Needs fp64 copies of all of it.
-        Returns the error of each output in ulp, where NaN or Inf came up, and what kernels noticed
-        of bad offsets; ``.is_ok``, ``.first_bad``, and str() for a table.
+        Beside that, q_rot, k_rot and stats of each attention are compared with the fold: the
+        log-sum-exp of their rows in fp64 tells the product of all scales, norms of rows beside the
+        raw q and k their split. A scale that is off by four roundings of the type (a rounding is
+        half its eps: 2^-8 in bf16) is wrong; a right one stays within two.
+        variant_pack: as for execute(); outputs are written. Needs fp64 copies of all of it, and
+        the whole matrix of scores.
+        raw: for a backward graph, q and k before their rotation, by the tensors or names of the
+        rotated ones that are bound: ``raw={"q_rot": q, "k_rot": k}``. Without it the split is
+        unchecked, except in graphs that rotate q and k themselves.
+        Returns the error of each output in ulp, the scales as found, where NaN or Inf came up, what
+        kernels noticed of bad offsets, and warnings; ``.is_ok``, ``.first_bad``, ``.wrong_scales``,
+        ``.by_node``, and str() for a table.
+        Raises GraphError as execute() does, and for raw rows that fit no bound q or k.
         """
         runnable, buffers = self._read(variant_pack, "verify")
-        return verification.verify(runnable, buffers)
+        if raw is not None and not isinstance(raw, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(f"verify: raw is {type(raw).__name__}; use a dict of tensors to rows")
+        rows = self._keys.given(raw or {})
+        return verification.verify(runnable, buffers, raw_sides(runnable.plan.graph, rows))
 
     def _read(self, variant_pack: Any, method: str) -> tuple[Runnable, dict[str, Any]]:
         """The plan for where the buffers are, and the buffers by the names of their values."""

@@ -18,6 +18,7 @@ from ropegraph.api.norm_ops import NormOps
 from ropegraph.api.qkv_ops import QkvOps
 from ropegraph.api.recording import Recorder
 from ropegraph.api.sdpa_ops import SdpaOps
+from ropegraph.api.svg import to_svg
 from ropegraph.api.tensor import Tensor
 from ropegraph.compile import device_of, engine_names
 from ropegraph.dtypes import as_compute, as_dtype
@@ -211,6 +212,23 @@ class pygraph(  # noqa: N801 - FE's name
         if stage == "recorded":
             return to_mermaid(self._look())
         return to_mermaid(self.plan.graph, before=self._look())
+
+    def to_svg(self, stage: str = "recorded") -> str:
+        """The graph as an SVG drawing, "recorded" or "lowered" (scaled nodes marked).
+
+        It stands by itself, in a file or in a page: nothing is loaded, nothing runs.
+        """
+        as_choice(stage, "to_svg: stage", ("recorded", "lowered"))
+        if stage == "recorded":
+            return to_svg(self._look())
+        return to_svg(self.plan.graph, before=self._look())
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows: the graph as recorded, once it is built as lowered."""
+        try:
+            return self.to_svg("recorded" if self._lowered is None else "lowered")
+        except GraphError:  # a recording that is no graph yet has no drawing, only a repr
+            return None
 
     def __str__(self) -> str:
         return str(self._frozen if self.recorder.closed_by else self._freeze())

@@ -37,6 +37,11 @@ class Keys:
 
         None keys and unknown uids are left out, as FE does.
         """
+        given = self.given(pack)
+        return {**self.bound, **given} if self.bound else given
+
+    def given(self, pack: Mapping[Any, Any]) -> dict[str, Any]:
+        """The same without what the graph was recorded with."""
         given: dict[str, Any] = {}
         ignored, names = 0, self.names
         for key, buffer in pack.items():
@@ -48,7 +53,7 @@ class Keys:
                 given[name] = buffer
         if len(given) + ignored < len(pack):
             self._refuse_twice(pack)
-        return {**self.bound, **given} if self.bound else given
+        return given
 
     def _refuse_key(self, key: object) -> None:
         if key is None or hasattr(key, "__index__"):

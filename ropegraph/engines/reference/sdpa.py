@@ -53,7 +53,7 @@ class RunSdpa:
 
     @torch.no_grad()
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        given = _read(self.step, self.attrs, env)
+        given = read_inputs(self.step, self.attrs, env)
         o, stats = attention(self.attrs, given)
         if self.step.slot("O") >= 0:
             scatter(self.step, "O", env, o, given.len_q)
@@ -71,7 +71,7 @@ class RunSdpaBackward:
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         wanted = {port: source for port, source in GRADIENTS.items() if self.step.has(port)}
         with torch.inference_mode(mode=False), torch.enable_grad():
-            given = _read(self.step, self.attrs, env)
+            given = read_inputs(self.step, self.attrs, env)
             leaves = [given.tensors[source].requires_grad_() for source in wanted.values()]
             o, _ = attention(self.attrs, given)
             d_o = gather(self.step, "dO", env, given.len_q).double()
@@ -110,11 +110,13 @@ def attention(attrs: Attention, given: Inputs) -> tuple[Tensor, Tensor]:
     top = torch.where(top == -inf, 0.0, top)
     weights = torch.exp(logits - top)
     total = weights.sum(dim=3, keepdim=True) + torch.exp(sink - top)
-    stats = top + torch.log(total)
+    # A row that sees nothing has no log, and must have no gradient of one either.
+    is_dead = total == 0
+    stats = torch.where(is_dead, -inf, top + torch.log(torch.where(is_dead, 1.0, total)))
     # A row past seq_len_q belongs to no sequence, dense as in a ragged tensor: not even a sink.
     real = torch.arange(s_q) < torch.tensor(given.len_q, dtype=torch.int64).reshape(b, 1, 1)
     stats = torch.where(real.unsqueeze(3).to(q.device), stats, -inf)
-    weights = weights / torch.where(total == 0, 1.0, total)
+    weights = weights / torch.where(is_dead, 1.0, total)
     if given.drop is not None:
         weights = weights * given.drop
     o = mix(weights, v, keep)
@@ -141,7 +143,8 @@ def _group(h_q: int, kv: Tensor) -> int:
     return h_q // kv.shape[1] if h_q else 1
 
 
-def _read(step: Step, attrs: Attention, env: Sequence[Tensor]) -> Inputs:
+def read_inputs(step: Step, attrs: Attention, env: Sequence[Tensor]) -> Inputs:
+    """What Sdpa and SdpaBackward have in common of their inputs."""
     len_q, len_kv = _lengths(step, attrs, env)
     tensors = {"q": gather(step, "q", env, len_q).double()}
     if isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None:
