@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropegraph.api.checks import refuse_unknown
-from ropegraph.api.recording import RecordedNode, Recorder
+from ropegraph.api.recording import Recorder
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.cache import writes_cache
@@ -56,7 +56,7 @@ def cache_ports(recorder: Recorder, where: str, cache: Any, positions: Any) -> d
     tensor = recorder.adopt(cache, f"{where}: cache")
     if tensor.get_ragged_offset() is not None or tensor.get_is_pass_by_value():
         raise GraphError(f"{where}: cache {tensor.get_name()!r} is ragged or passed by value")
-    maker = _maker(recorder, tensor)
+    maker = recorder.producer(tensor)
     if maker is not None and not writes_cache(maker):
         raise GraphError(
             f"{where}: cache {tensor.get_name()!r} is made by {maker.name!r}; use an input of the "
@@ -72,7 +72,3 @@ def written(output: Tensor, cache: Tensor) -> Tensor:
     """The handle of a written cache: it has the memory of ``cache``."""
     output.spec.in_place_of = cache
     return output.set_stride(cache.get_stride())
-
-
-def _maker(recorder: Recorder, tensor: Tensor) -> RecordedNode | None:
-    return next((n for n in recorder.nodes if n.name == tensor.spec.producer), None)

@@ -137,6 +137,10 @@ class Recorder:
         self.nodes.append(RecordedNode(name, attrs, dict(inputs), made))
         return made
 
+    def producer(self, tensor: Tensor) -> RecordedNode | None:
+        """The node that writes a tensor, None for an input."""
+        return next((n for n in self.nodes if n.name == tensor.spec.producer), None)
+
     def reader(self, tensor: Tensor) -> str | None:
         """The first node that reads a tensor, None if no node does so far."""
         return next((n.name for n in self.nodes if tensor in n.inputs.values()), None)

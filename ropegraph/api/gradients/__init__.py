@@ -1,0 +1,1 @@
+"""What backward_graph knows of each operation: one module a family, and the table of them."""
