@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropegraph.engines.cuda_rope.job import parts_of
 from ropegraph.engines.cuda_rope.kind import ports_of
-from ropegraph.engines.cuda_rope.launch import WatchedLaunch
+from ropegraph.engines.cuda_rope.launch import DenseLaunch
 from ropegraph.ir.ops import Rope, RopeBackward, RopePair
 from tests.kernels.bench_rope import Row, build, copy_row, data, measure, stream, table
 from tests.kernels.cases import Case, case, check
@@ -32,8 +32,8 @@ def check_first_heads(given: Case) -> None:
     assert isinstance(attrs, RopePair)
     small = case(attrs, **tensors)
     check(small, expected(small), str(attrs.parts[0]))
-    if isinstance(exe, WatchedLaunch):
-        assert exe.faults() == (), attrs
+    assert isinstance(exe, DenseLaunch)
+    assert exe.faults() == (), attrs
 
 
 def both(

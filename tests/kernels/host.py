@@ -17,12 +17,14 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ropegraph.engines.cuda_rope.compiler import Loaded
 from ropegraph.engines.cuda_rope.job import Job, jobs_of
-from ropegraph.engines.cuda_rope.launch import DenseLaunch, Loaded, launch_of
+from ropegraph.engines.cuda_rope.launch import DenseLaunch, launch_of
 from ropegraph.engines.cuda_rope.params import JobParams, Params
 from ropegraph.engines.cuda_rope.shape import shape_of, widest_vector
 from ropegraph.engines.cuda_rope.variant import SOURCE, Variant, variant_of
@@ -61,6 +63,8 @@ class Launch:
 class Recorder:
     """A CUDA driver that writes down what it is asked for.  context: the current one."""
 
+    block: ClassVar[type[ctypes.Structure]] = Params
+
     context: int = 1
     launches: list[Launch] = field(default_factory=list[Launch])
     contexts: list[int] = field(default_factory=list[int])
@@ -79,9 +83,9 @@ class Recorder:
         shared_bytes: int, stream: int, params: int, extra: int,
     ) -> None:  # fmt: skip
         assert (by, bz, shared_bytes, extra) == (1, 1, 0, 0)
-        block = ctypes.c_void_p.from_address(params).value
-        assert block is not None
-        data = ctypes.string_at(block, ctypes.sizeof(Params))
+        address = ctypes.c_void_p.from_address(params).value
+        assert address is not None
+        data = ctypes.string_at(address, ctypes.sizeof(self.block))
         self.launches.append(Launch(f, (gx, gy, gz), bx, stream, data))
 
 
@@ -91,7 +95,7 @@ VECTOR, SINGLE = 1, 2  # handles of the two kernels
 def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> DenseLaunch:
     """The launcher that build() would make, on a recording driver."""
     jobs = active_jobs(step)
-    loaded = Loaded(driver, 1, VECTOR, SINGLE)
+    loaded = Loaded(driver, 1, {"rope_vector": VECTOR, "rope_any": SINGLE})
     shape = shape_of(jobs, widest_vector(jobs))
 
     def new_flag() -> Tensor:
@@ -138,20 +142,29 @@ def run(cases: Sequence[Case], where: Path) -> list[int]:
     for case, launch, kernel in zip(cases, launches, wanted, strict=True):
         has_third = kernel[0].cache is not None
         tensors = [*case.env, case.flag]
-        record, stores = _record(kernels.index(kernel), launch, tensors, has_third=has_third)
+        record, stores = record_of(kernels.index(kernel), launch, tensors, has_third=has_third)
         data.append(record)
         written += stores
-    (where / "in").write_bytes(_numbers(len(data)) + b"".join(data))
-    _execute(program, where)
-    back = memoryview((where / "out").read_bytes())
-    for store in written:
-        ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
-        back = back[store.numel() :]
-    assert not back
+    execute(program, where, data, written)
     return [function for _, function in wanted]
 
 
-def _record(
+def execute(program: Path, where: Path, records: Sequence[bytes], stores: Sequence[Tensor]) -> None:
+    """Run the program on these launches, and put what it wrote back into their storages."""
+    (where / "in").write_bytes(_numbers(len(records)) + b"".join(records))
+    # Leaks are no matter here, and the leak checker cannot run where a debugger may not attach.
+    env = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [program, where / "in", where / "out"]
+    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:6000]
+    back = memoryview((where / "out").read_bytes())
+    for store in stores:
+        ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
+        back = back[store.numel() :]
+    assert not back
+
+
+def record_of(
     nth: int, launch: Launch, tensors: Sequence[Tensor], *, has_third: bool = True
 ) -> tuple[bytes, list[Tensor]]:
     """A launch for the program, and the bytes of each storage it touches, in order.
@@ -183,14 +196,6 @@ def _numbers(*values: int) -> bytes:
     return struct.pack(f"{len(values)}q", *values)
 
 
-def _execute(program: Path, where: Path) -> None:
-    # Leaks are no matter here, and the leak checker cannot run where a debugger may not attach.
-    env = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    command = [program, where / "in", where / "out"]
-    done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:6000]
-
-
 def build(kernels: Sequence[tuple[Variant, int]], where: Path) -> Path:
     """The program with these kernels of these variants in it."""
     lines: list[str] = []
@@ -211,20 +216,24 @@ def build(kernels: Sequence[tuple[Variant, int]], where: Path) -> Path:
             entries[variant, function] = f"  {{v{i}::run_{name}, sizeof(v{i}::Params)}},"
         lines.append("}")
         lines += (f"#undef {name}" for name in macros)
-    lines += (
+    return compiled(where, lines, [entries[kernel] for kernel in kernels])
+
+
+def compiled(where: Path, lines: Sequence[str], entries: Sequence[str]) -> Path:
+    """The program with these lines and this table of kernels."""
+    table = (
         "struct Kernel {",
         "  void (*run)(const char*, Dim3, unsigned);",
         "  size_t params_bytes;",
         "};",
-        "const Kernel kKernels[] = {", *(entries[kernel] for kernel in kernels), "};",
+        "const Kernel kKernels[] = {", *entries, "};",
     )  # fmt: skip
-    (where / "variants.inc").write_text("\n".join(lines) + "\n")
-    program = where / "program"
-    headers = _compiled_headers()
+    (where / "variants.inc").write_text("\n".join([*lines, *table]) + "\n")
     # The source is found by name alone, beside nothing: its headers come from the first folder.
-    main = where / "main.cpp"
+    main, program = where / "main.cpp", where / "program"
     main.write_bytes((HERE / "host_main.cpp").read_bytes())
-    _compile(f"-I{headers}", f"-I{where}", f"-I{SOURCE.parent}", main, "-o", program)
+    headers = (_compiled_headers(), where, SOURCE.parent, HERE)
+    _compile(*(f"-I{folder}" for folder in headers), main, "-o", program)
     return program
 
 

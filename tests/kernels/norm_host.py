@@ -1,14 +1,12 @@
 """norm_rope.cu on the CPU, in the way of host.py: built by g++ under sanitizers."""
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ropegraph.engines.cuda_rope.compiler import Loaded
 from ropegraph.engines.cuda_rope.norm import (
     NormVariant,
     norm_shape,
@@ -16,12 +14,10 @@ from ropegraph.engines.cuda_rope.norm import (
     source,
     widest_vector,
 )
-from ropegraph.engines.cuda_rope.norm_kernels import active
-from ropegraph.engines.cuda_rope.norm_launch import NormLaunch, NormLoaded, NormParams
+from ropegraph.engines.cuda_rope.norm_launch import NormLaunch, NormParams, active
 from ropegraph.lowering.engine import Step
 from tests.kernels import host
 from tests.kernels.cases import Case
-from tests.missing import missing
 
 KERNELS = {1: "norm_vector", 2: "norm_any", 3: "norm_sum"}
 
@@ -29,21 +25,14 @@ KERNELS = {1: "norm_vector", 2: "norm_any", 3: "norm_sum"}
 class Recorder(host.Recorder):
     """A driver that writes down the parameters of norm_rope.cu."""
 
-    def launchKernel(
-        self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int,
-        shared_bytes: int, stream: int, params: int, extra: int,
-    ) -> None:  # fmt: skip
-        block = ctypes.c_void_p.from_address(params).value
-        assert block is not None
-        data = ctypes.string_at(block, ctypes.sizeof(NormParams))
-        self.launches.append(host.Launch(f, (gx, gy, gz), bx, stream, data))
+    block = NormParams
 
 
 def launcher(step: Step, driver: Recorder, flag: Tensor | None = None) -> NormLaunch:
     """The launcher that build_norm() would make, on a recording driver."""
     jobs = active(step)
     watched = any(job.rope.is_watched for job in jobs)
-    loaded = NormLoaded(driver, 1, 1, 2, 3)
+    loaded = Loaded(driver, 1, {name: number for number, name in KERNELS.items()})
     return NormLaunch(step.name, jobs, loaded, widest_vector(jobs), flag if watched else None)
 
 
@@ -77,16 +66,10 @@ def run(cases: Sequence[Case], where: Path) -> list[tuple[str, ...]]:
                 variant, launch = launches[turn]
                 nth = list(used).index((variant, launch.function))
                 tensors = [*given.env, given.flag, *scratch]
-                record, stores = host._record(nth, launch, tensors, has_third=False)
+                record, stores = host.record_of(nth, launch, tensors, has_third=False)
                 data.append(record)
                 written += stores
-        (where / "in").write_bytes(host._numbers(len(data)) + b"".join(data))
-        host._execute(program, where)
-        back = memoryview((where / "out").read_bytes())
-        for store in written:
-            ctypes.memmove(store.data_ptr(), bytes(back[: store.numel()]), store.numel())
-            back = back[store.numel() :]
-        assert not back
+        host.execute(program, where, data, written)
     return [tuple(KERNELS[each.function] for _, each in launches) for launches in recorded]
 
 
@@ -118,25 +101,5 @@ def build(kernels: Sequence[tuple[NormVariant, int]], where: Path) -> Path:
             entries[variant, function] = f"  {{v{i}::run_{function}, sizeof(v{i}::NormParams)}},"
         lines.append("}")
         lines += (f"#undef {name}" for name in macros)
-    lines += (
-        "struct Kernel {",
-        "  void (*run)(const char*, Dim3, unsigned);",
-        "  size_t params_bytes;",
-        "};",
-        "const Kernel kKernels[] = {", *(entries[kernel] for kernel in kernels), "};",
-    )  # fmt: skip
-    (where / "variants.inc").write_text("\n".join(lines) + "\n")
     (where / "norm_all.cu").write_text(source())
-    (where / "norm_host.h").write_bytes((host.HERE / "norm_host.h").read_bytes())
-    (where / "main.cpp").write_bytes((host.HERE / "host_main.cpp").read_bytes())
-    program = where / "program"
-    compiler = shutil.which("g++")
-    if compiler is None:
-        missing("g++")
-    includes = (f"-I{where}", f"-I{host.HERE}", f"-I{host.cuda_headers()}")
-    done = subprocess.run(
-        [compiler, *host.FLAGS, *includes, where / "main.cpp", "-o", program],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[:6000]
-    return program
+    return host.compiled(where, lines, [entries[kernel] for kernel in kernels])

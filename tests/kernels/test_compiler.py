@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ropegraph.dtypes import DType
-from ropegraph.engines.cuda_rope import compiler, kernels, mla_launch, norm_kernels
+from ropegraph.engines.cuda_rope import compiler
 from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.mla import MlaVariant, Mode
 from ropegraph.engines.cuda_rope.variant import Variant
@@ -41,34 +41,31 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
     made = Cupy()
     monkeypatch.setattr(compiler, "import_cupy", lambda: made)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
-    for module in (kernels, mla_launch, norm_kernels):
-        module.load.cache_clear()
+    compiler.load.cache_clear()
     return made
 
 
 @pytest.mark.parametrize("vec", [8, 1])
 def test_rope_and_mla(cupy: Cupy, vec: int) -> None:
-    for load, word, variant in (
-        (kernels.load, "rope", Variant(Kind(BF16, BF16), False, vec, 1, 4)),
-        (mla_launch.load, "mla", MlaVariant(Mode.FORWARD, BF16, BF16, vec)),
+    for word, variant in (
+        ("rope", Variant(Kind(BF16, BF16), False, vec, 1, 4)),
+        ("mla", MlaVariant(Mode.FORWARD, BF16, BF16, vec)),
     ):
         cupy.names.clear()
-        loaded = load(variant, 0)
+        loaded = compiler.load(variant, 0)
         assert cupy.names == ([f"{word}_vector"] if vec > 1 else []) + [f"{word}_any"]
-        assert (loaded.vector, loaded.single) == ((1, 2) if vec > 1 else (0, 1))
+        assert loaded.kernels == {name: i + 1 for i, name in enumerate(cupy.names)}
         assert loaded.context == 77
         given = cupy.modules[-1]
         assert given["options"] == variant.options
         assert f"{word}_any" in given["code"]
-        assert load(variant, 0) is loaded, "once per variant and GPU"
+        assert compiler.load(variant, 0) is loaded, "once per variant and GPU"
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_norm(cupy: Cupy, is_backward: bool) -> None:
     variant = next(v for v in USUAL if v.is_backward is is_backward and v.vec > 1)
-    loaded = norm_kernels.load(variant, 0)
-    assert tuple(cupy.names) == variant.kernels
-    numbers = {name: i + 1 for i, name in enumerate(variant.kernels)}
-    assert loaded.vector == numbers["norm_vector"]
-    assert loaded.single == numbers["norm_any"]
-    assert loaded.sum == numbers.get("norm_sum", 0)
+    loaded = compiler.load(variant, 0)
+    assert variant.kernels == ("norm_vector", "norm_any", *(("norm_sum",) if is_backward else ()))
+    assert loaded.kernels == {name: i + 1 for i, name in enumerate(variant.kernels)}
+    assert "norm_any" in cupy.modules[-1]["code"]

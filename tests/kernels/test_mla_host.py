@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ropegraph.engines.cuda_rope import mla
+from ropegraph.engines.cuda_rope.block import word_of
 from ropegraph.engines.cuda_rope.engine import CudaRope
-from ropegraph.engines.cuda_rope.mla_launch import word_of
+from ropegraph.engines.cuda_rope.mla_launch import MlaParams
 from ropegraph.ir.ops import MXFP8_PORTS, MlaKvRope, MlaKvRopeBackward
 from ropegraph.lowering.engine import Device
 from ropegraph.testing.inputs import poisoned
@@ -137,10 +138,10 @@ def test_one_launch_that_patches_addresses_alone(op) -> None:
     assert (first.stream, second.stream, first.grid) == (7, 8, second.grid)
     task = mla.task_of(given.step)
     words = [struct.unpack(f"{len(x.params) // 8}Q", x.params) for x in (first, second)]
-    patched = sorted(word_of(f) for f in (*task.places, *task.tables))
+    patched = sorted(word_of(MlaParams, f) for f in (*task.places, *task.tables))
     assert [i for i, (a, b) in enumerate(zip(*words, strict=True)) if a != b] == patched
     for field, side in task.places.items():
-        assert words[0][word_of(field)] == given.env[side.slot].data_ptr()
+        assert words[0][word_of(MlaParams, field)] == given.env[side.slot].data_ptr()
 
 
 def test_what_the_kernel_declines() -> None:
@@ -194,7 +195,7 @@ def test_strides_are_64_bits_wide(tmp_path: Path) -> None:
     }
     mla_host.launcher(Case(replace(given.step, values=values), given.env), driver)(given.env, 0)
     words = struct.unpack(f"{len(driver.launches[0].params) // 8}Q", driver.launches[0].params)
-    assert words[word_of("kv") + 1] == words[word_of("key") + 1] == 2**32
+    assert words[word_of(MlaParams, "kv") + 1] == words[word_of(MlaParams, "key") + 1] == 2**32
 
 
 def test_nothing_to_do_is_no_launch() -> None:

@@ -68,9 +68,10 @@ def test_the_grid_stays_within_limits_and_few_sums_are_left():
     driver = norm_host.Recorder()
     launch = norm_host.launcher(replace(given.step, values=values), driver)
     for kernel in (launch.fast, launch.slow):
-        assert kernel.grid.x <= MAX_X
-        assert kernel.grid.y <= MAX_YZ
-        assert kernel.grid.z <= MAX_YZ
+        x, y, z = kernel.blocks
+        assert x <= MAX_X
+        assert y <= MAX_YZ
+        assert z <= MAX_YZ
     given = made(Plan(1, backward=True))
     big = dict.fromkeys(("dY", "input", "dX"), (2, 32, 8192, 64))
     values = {

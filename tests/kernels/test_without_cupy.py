@@ -3,7 +3,7 @@
 import pytest
 
 from ropegraph.compile import Lowered, compile_plan, lower
-from ropegraph.engines.cuda_rope import cupy_types, kernels
+from ropegraph.engines.cuda_rope import compiler, cupy_types
 from ropegraph.errors import UnsupportedError
 from ropegraph.lowering.engine import Device
 from tests.ir.build import Build
@@ -25,7 +25,7 @@ def lowered(engines: tuple[str, ...] | None = None) -> Lowered:
 @pytest.fixture(autouse=True)
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_types, "import_module", missing)
-    kernels.load.cache_clear()
+    compiler.load.cache_clear()
 
 
 def test_torch_takes_over():

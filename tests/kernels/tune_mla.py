@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ropegraph.dtypes import DType
+from ropegraph.engines.cuda_rope.compiler import Loaded
 from ropegraph.engines.cuda_rope.cupy_types import import_cupy
-from ropegraph.engines.cuda_rope.launch import Loaded
 from ropegraph.engines.cuda_rope.mla import MlaVariant, Mode, Tuning, task_of, variant_of_task
 from ropegraph.engines.cuda_rope.mla_launch import MlaLaunch
 from ropegraph.engines.torch_executor.engine import TorchExecutor
@@ -86,9 +86,10 @@ def loaded(name: str) -> tuple[Loaded, object]:
     """The kernels of a file, and the module, for whose life they are there."""
     cupy = import_cupy()
     module = cupy.RawModule(path=name)
-    vector, single = (module.get_function(n).kernel.ptr for n in ("mla_vector", "mla_any"))
+    names = ("mla_vector", "mla_any")
+    kernels = {name: module.get_function(name).kernel.ptr for name in names}
     driver = cupy.cuda.driver
-    return Loaded(driver, driver.ctxGetCurrent(), vector, single), module
+    return Loaded(driver, driver.ctxGetCurrent(), kernels), module
 
 
 def launcher(given: Case, shape: Tuning, files: dict[MlaVariant, str]) -> MlaLaunch:

@@ -1,28 +1,29 @@
-"""Kernels compiled by CuPy, and the flag that they raise: what every source file here needs."""
+"""Kernels compiled by CuPy: what every source file here needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ropegraph.engines.cuda_rope.cupy_types import Driver, device_guard, import_cupy
+from ropegraph.engines.cuda_rope.unit import Unit
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """Kernels in the context of one GPU.  kernels: name -> CUfunction."""
+class Loaded:
+    """The kernels of a unit in the context of one GPU.  kernels: name -> CUfunction."""
 
     driver: Driver
     context: int
     kernels: Mapping[str, int]
 
 
-def compile_kernels(
-    code: str, options: tuple[str, ...], names: Iterable[str], index: int
-) -> Compiled:
-    """Compile and load; CuPy keeps what it compiled on disk.
+@cache
+def load(unit: Unit, index: int) -> Loaded:
+    """Compile and load, once per unit and GPU; CuPy keeps what it compiled on disk.
 
     Raises UnsupportedError where CuPy is missing.
     """
@@ -30,15 +31,7 @@ def compile_kernels(
     with device_guard(cupy, index):
         # Makes the context of this GPU current: the primary one, which is that of torch too.
         torch.cuda.synchronize(index)
-        module = cupy.RawModule(code=code, options=options, backend="nvrtc")
-        kernels = {name: module.get_function(name).kernel.ptr for name in names}
+        module = cupy.RawModule(code=unit.code, options=unit.options, backend="nvrtc")
+        kernels = {name: module.get_function(name).kernel.ptr for name in unit.kernels}
         driver = cupy.cuda.driver
-        return Compiled(driver, driver.ctxGetCurrent(), kernels)
-
-
-def new_flag(index: int) -> torch.Tensor:
-    """One int32 on a GPU, 0, there for every stream."""
-    where = torch.device("cuda", index)
-    flag = torch.zeros(1, dtype=torch.int32, device=where)
-    torch.cuda.synchronize(where)
-    return flag
+        return Loaded(driver, driver.ctxGetCurrent(), kernels)

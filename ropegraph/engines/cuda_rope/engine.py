@@ -68,10 +68,10 @@ class CudaRope:
 
             return build_mla(step, device)
         if isinstance(step.node.attrs, NORMS):
-            from ropegraph.engines.cuda_rope.norm_kernels import build_norm
+            from ropegraph.engines.cuda_rope.norm_launch import build_norm
 
             return build_norm(step, device)
-        from ropegraph.engines.cuda_rope.kernels import build
+        from ropegraph.engines.cuda_rope.launch import build
 
         return build(step, device)
 

@@ -140,8 +140,8 @@ def _write(step: Step, attrs: CacheWrite, suffix: str) -> Job:
     read, written = ports_of(attrs, suffix)
     return Job(
         kind=kind_of(step, attrs, suffix),
-        x=_side(step, read),
-        y=_side(step, written),
+        x=side_of(step, read),
+        y=side_of(step, written),
         angles=None,
         sines=None,
         rows=0,
@@ -166,8 +166,8 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
     rows = 0 if attrs.angles == "inv_freq" else step.value(_table_ports(attrs, suffix)[0]).dim[0]
     return Job(
         kind=kind_of(step, attrs, suffix),
-        x=_side(step, read),
-        y=_side(step, written),
+        x=side_of(step, read),
+        y=side_of(step, written),
         angles=angles,
         sines=sines,
         rows=rows,
@@ -187,7 +187,8 @@ def _job(step: Step, attrs: Rope | RopeBackward, suffix: str) -> Job:
     )
 
 
-def _side(step: Step, port: str) -> Side:
+def side_of(step: Step, port: str) -> Side:
+    """The tensor at a port, its heads in one axis."""
     value = step.value(port)
     stride = tuple(0 if n == 1 else s for n, s in zip(value.dim, value.stride, strict=True))
     if value.ragged_offset is not None:

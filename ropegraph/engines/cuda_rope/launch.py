@@ -1,132 +1,70 @@
-"""Launches with arguments packed at build: a call patches addresses and nothing else."""
+"""Rotations by rope.cu: compiled for a step, and launched."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from ropegraph.engines.cuda_rope.cupy_types import Driver
-from ropegraph.engines.cuda_rope.job import Job
-from ropegraph.engines.cuda_rope.params import Params, packed, pointers_of
-from ropegraph.engines.cuda_rope.shape import LANES, Grid, Shape, grid_of, shape_of
-from ropegraph.errors import GraphError, InternalError
-
-# Bits that the kernel sets in its flag.
-FAULTS = {
-    1: "ragged offsets or cu_seqlens are negative or decrease",
-    2: "a ragged or packed sequence ends past its buffer",
-    4: "a position lies outside of the table",
-    8: "the length of a sequence is no multiple of 2 cp_size",
-    16: "cache_positions outside of the cache; their rows were not written",
-}
+from ropegraph.engines.cuda_rope.block import Kernel
+from ropegraph.engines.cuda_rope.compiler import Loaded, load
+from ropegraph.engines.cuda_rope.job import Job, jobs_of
+from ropegraph.engines.cuda_rope.launcher import Launcher, Nothing, address_of, new_flag
+from ropegraph.engines.cuda_rope.params import packed, pointers_of
+from ropegraph.engines.cuda_rope.shape import LANES, Shape, grid_of, shape_of, widest_vector
+from ropegraph.engines.cuda_rope.variant import variant_of
+from ropegraph.errors import GraphError
+from ropegraph.lowering.engine import Device, Executable, Step
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The kernels of a variant in the context of one GPU.  vector: 0 if the variant has none."""
-
-    driver: Driver
-    context: int
-    vector: int
-    single: int
-
-
-class _Block(threading.local):
-    """A thread's own copy of the parameters: another thread may be in a launch meanwhile."""
-
-    def __init__(self, template: bytes) -> None:
-        self.params = Params.from_buffer_copy(template)
-        self.words = (ctypes.c_uint64 * (len(template) // 8)).from_buffer(self.params)
-        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.address = ctypes.addressof(self.arguments)
-
-
-class _Kernel:
-    """A kernel for given jobs.  pointers: word of the block, slot, address bits that must be 0."""
+class _RopeKernel(Kernel):
+    """A kernel for given jobs."""
 
     def __init__(
         self, function: int, jobs: Sequence[Job], shape: Shape, warps: int, flag: int
     ) -> None:
-        self.function, self.parts, self.warps = function, shape.parts, warps
+        self.parts, self.warps = shape.parts, warps
         if jobs[0].kind.sequences == "ragged":
             batch, tiles = 1, warps  # of each call its own
         else:
             batch, tiles = max(job.dim[0] for job in jobs), shape.tiles
-        self.grid = grid_of(batch, tiles, shape.parts, warps, shape.log_group)
-        self.block = _Block(packed(jobs, shape, self.grid, flag))
-        self.pointers = tuple((p.word, p.slot, p.mask) for p in pointers_of(jobs, shape.vec))
+        grid = grid_of(batch, tiles, shape.parts, warps, shape.log_group)
+        params, pointers = packed(jobs, shape, grid, flag), pointers_of(jobs, shape.vec)
+        super().__init__(function, grid.blocks, warps * LANES, params, pointers)
 
 
-class Launcher:
-    """What launches the kernels of a step, in the context of one GPU."""
-
-    can_be_captured = True
-    calls_torch = False
-
-    def __init__(self, name: str, driver: Driver, context: int) -> None:
-        self.name, self.driver, self.context = name, driver, context
-
-    def launch(
-        self, function: int, blocks: tuple[int, int, int], threads: int, stream: int, arguments: int
-    ) -> None:
-        """Launch in the context that owns the kernel, whichever is current in this thread."""
-        driver = self.driver
-        current = driver.ctxGetCurrent()
-        if current != self.context:
-            driver.ctxSetCurrent(self.context)
-        try:
-            driver.launchKernel(function, *blocks, threads, 1, 1, 0, stream, arguments, 0)
-        except Exception as error:
-            raise InternalError(
-                f"cuda.rope could not launch {self.name!r} (blocks {blocks}, stream {stream:#x}): "
-                f"{error}"
-            ) from error
-        finally:
-            if current != self.context:
-                driver.ctxSetCurrent(current)
-
-
-class DenseLaunch(Launcher):
+class DenseLaunch(Launcher[_RopeKernel]):
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
     def __init__(
-        self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: int = 0
+        self,
+        name: str,
+        jobs: Sequence[Job],
+        loaded: Loaded,
+        shape: Shape,
+        flag: Tensor | None = None,
     ) -> None:
-        super().__init__(name, loaded.driver, loaded.context)
-        self.jobs = tuple(jobs)
-        self.slow = _Kernel(loaded.single, jobs, shape_of(jobs, 1), shape.warps, flag)
-        self.fast = self.slow
+        kernels, where = loaded.kernels, address_of(flag)
+        slow = _RopeKernel(kernels["rope_any"], jobs, shape_of(jobs, 1), shape.warps, where)
+        fast = slow
         if shape.vec > 1:
-            self.fast = _Kernel(loaded.vector, jobs, shape, shape.warps, flag)
+            fast = _RopeKernel(kernels["rope_vector"], jobs, shape, shape.warps, where)
+        super().__init__(name, loaded, slow, fast, flag)
+        self.jobs = tuple(jobs)
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        kernel = self._patched(env)
-        self._launch(kernel, kernel.grid, stream)
+        kernel = self.chosen(env)
+        self.launch(kernel.function, kernel.blocks, kernel.threads, stream, kernel.block.address)
 
-    def _patched(self, env: Sequence[Tensor]) -> _Kernel:
-        """The kernel for these tensors, their addresses in its parameters."""
-        kernel = self.fast
-        words, low_bits = kernel.block.words, 0
-        for word, slot, mask in kernel.pointers:
-            address = env[slot].data_ptr()
-            words[word] = address
-            low_bits |= address & mask
-        if not low_bits and kernel is not self.slow:
-            return kernel
-        words = self.slow.block.words
-        for word, slot, _ in self.slow.pointers:
-            words[word] = env[slot].data_ptr()
-        self._refuse_in_place(env)
-        return self.slow
+    def chosen(self, env: Sequence[Tensor]) -> _RopeKernel:
+        """The kernel for these tensors.
 
-    def _refuse_in_place(self, env: Sequence[Tensor]) -> None:
-        """rope_any turns a wide segment in rounds: where pairs move, a later one would read what
-        an earlier one wrote.
+        Raises GraphError where none can work in place: rope_any turns a wide segment in rounds,
+        and where pairs move, a later one would read what an earlier one wrote.
         """
+        kernel = self.patched(env)
+        if kernel is not self.slow:
+            return kernel
         for job in self.jobs:
             if job.kind.read_pairs == job.kind.write_pairs or job.pairs <= LANES:
                 continue
@@ -135,44 +73,23 @@ class DenseLaunch(Launcher):
                     f"rope {self.name!r} changes the layout of pairs in place, in a buffer whose "
                     "base or strides are no multiple of 16 bytes; use a separate output"
                 )
-
-    def _launch(self, kernel: _Kernel, grid: Grid, stream: int) -> None:
-        blocks, threads = (grid.x, grid.y, grid.z), kernel.warps * LANES
-        self.launch(kernel.function, blocks, threads, stream, kernel.block.address)
+        return kernel
 
 
-class WatchedLaunch(DenseLaunch):
-    """The same where the kernel reads integers that may be wrong: positions, bounds of sequences.
-
-    flag: one int32 on the device, which collects what was wrong with them.
-    """
-
-    def __init__(
-        self, name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, flag: Tensor
-    ) -> None:
-        super().__init__(name, jobs, loaded, shape, flag.data_ptr())
-        self.flag = flag
-
-    def faults(self) -> tuple[str, ...]:
-        """What was wrong since the build. Waits for the device."""
-        bits = int(self.flag.item())
-        return tuple(text for bit, text in FAULTS.items() if bits & bit)
-
-
-class RaggedLaunch(WatchedLaunch):
+class RaggedLaunch(DenseLaunch):
     """The same for sequences at offsets: the grid covers as many tokens as the buffers hold."""
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        kernel = self._patched(env)
-        params = kernel.block.params
+        kernel = self.chosen(env)
         most = 0
-        for job, target in zip(self.jobs, params.jobs, strict=False):
+        for job, target in zip(self.jobs, kernel.block.params.jobs, strict=False):
             target.x_room, target.y_room = _room(env[job.x.slot]), _room(env[job.y.slot])
             target.offset_limit = max(target.x_room, target.y_room) // target.multiplier
             target.tokens = -(-target.y_room // job.x.stride[2])
             most = max(most, target.tokens)
         if most:
-            self._launch(kernel, grid_of(1, most, kernel.parts, kernel.warps), stream)
+            blocks = grid_of(1, most, kernel.parts, kernel.warps).blocks
+            self.launch(kernel.function, blocks, kernel.threads, stream, kernel.block.address)
 
 
 def _room(buffer: Tensor) -> int:
@@ -186,17 +103,16 @@ def launch_of(
     name: str, jobs: Sequence[Job], loaded: Loaded, shape: Shape, new_flag: Callable[[], Tensor]
 ) -> DenseLaunch:
     """The launch for these jobs.  new_flag: makes the flag of one that needs it."""
-    if not any(job.is_watched for job in jobs):
-        return DenseLaunch(name, jobs, loaded, shape)
+    flag = new_flag() if any(job.is_watched for job in jobs) else None
     is_ragged = jobs[0].kind.sequences == "ragged"
-    return (RaggedLaunch if is_ragged else WatchedLaunch)(name, jobs, loaded, shape, new_flag())
+    return (RaggedLaunch if is_ragged else DenseLaunch)(name, jobs, loaded, shape, flag)
 
 
-class Nothing:
-    """Nothing to rotate, nothing to launch."""
-
-    can_be_captured = True
-    calls_torch = False
-
-    def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        return
+def build(step: Step, device: Device) -> Executable:
+    """Compile the kernels of the step for the device, and pack their arguments."""
+    jobs = tuple(job for job in jobs_of(step) if not job.is_empty)
+    if not jobs:
+        return Nothing()
+    shape = shape_of(jobs, widest_vector(jobs))
+    loaded = load(variant_of(jobs, shape), device.index)
+    return launch_of(step.name, jobs, loaded, shape, lambda: new_flag(device.index))

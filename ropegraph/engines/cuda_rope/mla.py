@@ -8,9 +8,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from ropegraph.dtypes import DType, short
-from ropegraph.engines.cuda_rope.job import Side
+from ropegraph.engines.cuda_rope.job import Side, side_of
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_WORD, MAX_X, MAX_YZ
-from ropegraph.ir.graph import Value
+from ropegraph.engines.cuda_rope.unit import Unit
 from ropegraph.ir.ops import MXFP8_PORTS, MlaKvRope, MlaKvRopeBackward
 from ropegraph.lowering.engine import Step
 
@@ -127,7 +127,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class MlaVariant:
+class MlaVariant(Unit):
     """One translation unit: mla_vector for ``vec`` > 1, and mla_any."""
 
     mode: Mode
@@ -138,7 +138,6 @@ class MlaVariant:
 
     @property
     def macros(self) -> dict[str, str]:
-        """Macro -> value."""
         return {
             "MLA_MODE": str(int(self.mode)),
             "MLA_DATA": self.data.c_name,
@@ -152,9 +151,12 @@ class MlaVariant:
         }
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The macros as compiler options."""
-        return tuple(f"-D{name}={value}" for name, value in self.macros.items())
+    def code(self) -> str:
+        return SOURCE.read_text(encoding="utf-8")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return ("mla_vector", "mla_any") if self.vec > 1 else ("mla_any",)
 
 
 def why_not_mla(step: Step) -> tuple[str, ...]:
@@ -185,9 +187,9 @@ def task_of(step: Step) -> Task:
     """The task of a step that the kernel takes."""
     attrs, mode = step.node.attrs, _mode(step)
     places = {
-        field: _side(step, port) for field, port in PLACES[mode].items() if step.has(port)
+        field: side_of(step, port) for field, port in PLACES[mode].items() if step.has(port)
     }  # fmt: skip
-    tables = {port: _side(step, port) for port in TABLES}
+    tables = {port: side_of(step, port) for port in TABLES}
     cos = step.value("cos")
     if isinstance(attrs, MlaKvRopeBackward):
         v = attrs.v_dim
@@ -268,11 +270,6 @@ def variant_of_task(task: Task) -> MlaVariant:
     return MlaVariant(task.mode, task.data, task.table, vector_of(task), task.tuning)
 
 
-def magic(divisor: int) -> int:
-    """2^64 / divisor, rounded up; 0 for 1: it spares the kernel a division."""
-    return -(-(2**64) // divisor) if divisor > 1 else 0
-
-
 def _is_next(places: Mapping[str, Side], inner: int, outer: int) -> bool:
     """True if a step along axis ``inner`` is shorter than one along ``outer``."""
     strides = [side.stride for side in places.values() if side.stride[1]]
@@ -305,14 +302,3 @@ def _cut(
     z = max(1, -(-entries // MAX_YZ))
     grid = max(1, -(-warps * batch // tuning.warps)), max(1, -(-entries // z)), z
     return Cut(part_heads, parts, shares, inner, each, log_group, max(1, batch), grid)
-
-
-def _side(step: Step, port: str) -> Side:
-    value = step.value(port)
-    return Side(step.slot(port), value.dtype, _stride(value))
-
-
-def _stride(value: Value) -> tuple[int, int, int, int]:
-    b, h, s, d = (0 if n == 1 else x for n, x in zip(value.dim, value.stride, strict=True))
-    # A last axis of length 1 is never stepped over, and its vector is that one element.
-    return b, h, s, d

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
-from functools import cache
 
 from torch import Tensor
 
-from ropegraph.engines.cuda_rope.compiler import compile_kernels
-from ropegraph.engines.cuda_rope.launch import Launcher, Loaded, Nothing
+from ropegraph.engines.cuda_rope.block import Kernel, Pointer, magic, word_of
+from ropegraph.engines.cuda_rope.compiler import Loaded, load
+from ropegraph.engines.cuda_rope.launcher import Launcher, Nothing
 from ropegraph.engines.cuda_rope.mla import (
-    SOURCE,
-    MlaVariant,
+    Cut,
     Task,
     alignment,
     cut_of,
-    magic,
     task_of,
     variant_of_task,
+    vector_of,
 )
 from ropegraph.engines.cuda_rope.shape import LANES
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _ADDRESS, _I64, _I32, _U64 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
-WORD = 8
 
 
 class PlaceParams(ctypes.Structure):
@@ -64,14 +61,9 @@ class MlaParams(ctypes.Structure):
     ]
 
 
-def word_of(field: str) -> int:
-    """The word of the block that holds the address of a tensor."""
-    return getattr(MlaParams, field).offset // WORD
-
-
-def packed(task: Task, vec: int) -> bytes:
+def packed(task: Task, cut: Cut) -> MlaParams:
     """The block, with every address 0."""
-    params, cut = MlaParams(), cut_of(task, vec)
+    params = MlaParams()
     for field, side in task.places.items():
         place = getattr(params, field)
         place.b, place.h, place.s, place.d = side.stride
@@ -84,66 +76,34 @@ def packed(task: Task, vec: int) -> bytes:
     params.batch_x, params.log_group = cut.batch, cut.log_group
     params.shares_magic, params.batch_magic = magic(cut.shares), magic(cut.batch)
     params.inner_magic, params.each_magic = magic(cut.inner), magic(cut.each)
-    return bytes(params)
+    return params
 
 
-class _Block(threading.local):
-    """A thread's own copy of the parameters: another thread may be in a launch meanwhile."""
-
-    def __init__(self, template: bytes) -> None:
-        self.params = MlaParams.from_buffer_copy(template)
-        self.words = (ctypes.c_uint64 * (len(template) // WORD)).from_buffer(self.params)
-        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.address = ctypes.addressof(self.arguments)
-
-
-class _Kernel:
-    """A kernel for a task.  pointers: word of the block, slot, address bits that must be 0."""
+class _MlaKernel(Kernel):
+    """A kernel for a task."""
 
     def __init__(self, function: int, task: Task, vec: int) -> None:
-        self.function, self.grid = function, cut_of(task, vec).grid
-        self.threads = task.tuning.warps * LANES
-        self.block = _Block(packed(task, vec))
-        self.pointers = tuple(
-            (word_of(field), side.slot, alignment(field, side, vec) - 1)
-            for field, side in (*task.places.items(), *task.tables.items())
+        cut, sides = cut_of(task, vec), (*task.places.items(), *task.tables.items())
+        pointers = (
+            Pointer(word_of(MlaParams, field), side.slot, alignment(field, side, vec) - 1)
+            for field, side in sides
         )
+        threads = task.tuning.warps * LANES
+        super().__init__(function, cut.grid, threads, packed(task, cut), pointers)
 
 
-class MlaLaunch(Launcher):
+class MlaLaunch(Launcher[_MlaKernel]):
     """Runs one step: patches addresses, picks the kernel that their alignment allows, launches."""
 
     def __init__(self, name: str, task: Task, loaded: Loaded) -> None:
-        super().__init__(name, loaded.driver, loaded.context)
-        vec = variant_of_task(task).vec
-        self.slow = _Kernel(loaded.single, task, 1)
-        self.fast = _Kernel(loaded.vector, task, vec) if vec > 1 else self.slow
+        vec, kernels = vector_of(task), loaded.kernels
+        slow = _MlaKernel(kernels["mla_any"], task, 1)
+        fast = _MlaKernel(kernels["mla_vector"], task, vec) if vec > 1 else slow
+        super().__init__(name, loaded, slow, fast)
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        kernel = self.fast
-        if _patch(kernel, env) and kernel is not self.slow:
-            kernel = self.slow
-            _patch(kernel, env)
-        self.launch(kernel.function, kernel.grid, kernel.threads, stream, kernel.block.address)
-
-
-def _patch(kernel: _Kernel, env: Sequence[Tensor]) -> int:
-    """Put the addresses into the block; return the bits of them that should be 0."""
-    words, low_bits = kernel.block.words, 0
-    for word, slot, mask in kernel.pointers:
-        address = env[slot].data_ptr()
-        words[word] = address
-        low_bits |= address & mask
-    return low_bits
-
-
-@cache
-def load(variant: MlaVariant, index: int) -> Loaded:
-    """Compile and load, once per variant and GPU."""
-    names = ("mla_vector", "mla_any") if variant.vec > 1 else ("mla_any",)
-    made = compile_kernels(SOURCE.read_text(encoding="utf-8"), variant.options, names, index)
-    vector = made.kernels.get("mla_vector", 0)
-    return Loaded(made.driver, made.context, vector, made.kernels["mla_any"])
+        kernel = self.patched(env)
+        self.launch(kernel.function, kernel.blocks, kernel.threads, stream, kernel.block.address)
 
 
 def build_mla(step: Step, device: Device) -> Executable:

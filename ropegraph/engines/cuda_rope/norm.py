@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ropegraph.dtypes import DType, short
-from ropegraph.engines.cuda_rope.job import Four, Job, Side, jobs_of
+from ropegraph.engines.cuda_rope.job import Job, Side, jobs_of, side_of
 from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_WORD, Cut, Shape, Split, alignment
+from ropegraph.engines.cuda_rope.unit import Unit
 from ropegraph.engines.cuda_rope.variant import SOURCE as ROPE_SOURCE
 from ropegraph.ir.graph import Node, singles
 from ropegraph.ir.norm import is_over_heads
@@ -104,7 +105,7 @@ class NormShape:
 
 
 @dataclass(frozen=True)
-class NormVariant:
+class NormVariant(Unit):
     """One translation unit: norm_vector for ``vec`` > 1, norm_any, and norm_sum in the backward."""
 
     kind: Kind
@@ -134,7 +135,7 @@ class NormVariant:
 
     @property
     def macros(self) -> dict[str, str]:
-        """Macro -> value, those of rope.cu among them."""
+        """Those of rope.cu are among them."""
         own = {
             "BACKWARD": int(self.is_backward),
             "FIRST": int(self.norm_first),
@@ -157,13 +158,11 @@ class NormVariant:
         return self.kind.macros | rope | {f"NORM_{name}": str(v) for name, v in own.items()}
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The macros as compiler options."""
-        return tuple(f"-D{name}={value}" for name, value in self.macros.items())
+    def code(self) -> str:
+        return source()
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels."""
         vector = ("norm_vector",) if self.vec > 1 else ()
         return (*vector, "norm_any", *(("norm_sum",) if self.is_backward else ()))
 
@@ -249,20 +248,18 @@ def _job(step: Step, rotation: Step) -> NormJob:
     assert isinstance(attrs, (NormRope, NormRopeBackward))
     is_backward = isinstance(attrs, NormRopeBackward)
     (rope,) = jobs_of(rotation)
-    scale, strides = step.value("scale"), _strides(step, "scale")
-    inverse = (0, 0, 0, 0)
-    if step.has("inv_variance"):
-        inverse = _strides(step, "inv_variance")
+    scale = side_of(step, "scale")
+    inverse = side_of(step, "inv_variance").stride if step.has("inv_variance") else (0, 0, 0, 0)
     return NormJob(
         rope=rope,
         is_backward=is_backward,
         norm_first=attrs.norm_first,
-        is_whole=is_over_heads(scale.dim),
+        is_whole=is_over_heads(step.value("scale").dim),
         y_slot=step.slot("dX" if is_backward else "output"),
-        x=_side(step, "input") if is_backward else None,
-        scale=step.slot("scale"),
+        x=side_of(step, "input") if is_backward else None,
+        scale=scale.slot,
         scale_dtype=scale.dtype,
-        scale_stride=(strides[1], strides[3]),
+        scale_stride=(scale.stride[1], scale.stride[3]),
         inverse=step.slot("inv_variance"),
         inverse_stride=inverse[:3],
         dscale=step.slot("Dscale"),
@@ -270,16 +267,6 @@ def _job(step: Step, rotation: Step) -> NormJob:
         epsilon=attrs.norm.epsilon if isinstance(attrs, NormRope) else 0.0,
         zero_centered=attrs.norm.zero_centered,
     )
-
-
-def _strides(step: Step, port: str) -> Four:
-    value = step.value(port)
-    a, b, c, d = (0 if n == 1 else s for n, s in zip(value.dim, value.stride, strict=True))
-    return a, b, c, d
-
-
-def _side(step: Step, port: str) -> Side:
-    return Side(step.slot(port), step.value(port).dtype, _strides(step, port))
 
 
 def widest_vector(jobs: Sequence[NormJob]) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from ropegraph.engines.cuda_rope.block import WORD, Pointer, magic
 from ropegraph.engines.cuda_rope.job import Job, Table
 from ropegraph.engines.cuda_rope.shape import Cut, Grid, Shape, Split, alignment
 
@@ -58,21 +58,6 @@ class Params(ctypes.Structure):
     ]
 
 
-WORD = 8  # pointers and strides are words of 8 bytes; a patch names the word
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A word of the block that holds the address of the tensor in ``slot``.
-
-    mask: bits of the address that must be 0 for the vector kernel.
-    """
-
-    word: int
-    slot: int
-    mask: int
-
-
 def job_word(nth: int, field: str) -> int:
     """The word of a field of job ``nth``."""
     place = Params.jobs.offset + nth * ctypes.sizeof(JobParams)
@@ -92,14 +77,14 @@ def pointers_of(jobs: Sequence[Job], vec: int) -> tuple[Pointer, ...]:
             "offsets": job.offsets, "cache_at": job.cache,
         }  # fmt: skip
         found += (
-            Pointer(job_word(nth, field), tensor.slot, 0)
+            Pointer(job_word(nth, field), tensor.slot)
             for field, tensor in others.items()
             if tensor is not None
         )
     return tuple(found)
 
 
-def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> bytes:
+def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> Params:
     """The block, with every address but that of the flag 0."""
     params = Params()
     for job, cut, target in zip(jobs, shape.cuts, params.jobs, strict=False):
@@ -107,15 +92,15 @@ def packed(jobs: Sequence[Job], shape: Shape, grid: Grid, flag: int = 0) -> byte
         target.flag = flag
     params.parts, params.first_parts = shape.parts, shape.cuts[0].parts
     params.both_parts = sum(cut.parts for cut in shape.cuts[:2])
-    params.parts_magic = _magic(shape.parts)
+    params.parts_magic = magic(shape.parts)
     params.warps_s, params.log_group = grid.warps_s, grid.log_group
-    return bytes(params)
+    return params
 
 
 def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
     to.y_b, to.y_h, to.y_s, to.y_d = job.y.stride
-    to.x_g, to.y_g, to.group_magic = job.x.group, job.y.group, _magic(job.group_heads)
+    to.x_g, to.y_g, to.group_magic = job.x.group, job.y.group, magic(job.group_heads)
     if job.cache is not None:
         to.cache_b, to.cache_last = job.cache.batch, job.cache.last
     if job.angles is not None:
@@ -129,9 +114,9 @@ def _pack(to: JobParams, job: Job, cut: Cut) -> None:
     to.batch, to.heads, to.rows, to.dim = job.dim
     if job.offsets is not None:
         to.batch, to.multiplier = job.offsets.count, job.offsets.multiplier
-        to.token_magic = _magic(job.x.stride[2])
+        to.token_magic = magic(job.x.stride[2])
     if job.kind.sequences == "packed":
-        to.token_magic, to.offset_limit = _magic(job.cp_size), job.dim[2] * job.cp_size
+        to.token_magic, to.offset_limit = magic(job.cp_size), job.dim[2] * job.cp_size
     to.cp_size, to.cp_rank = job.cp_size, job.cp_rank
     to.tokens = job.dim[2]
     to.begin, to.pairs = job.begin, job.pairs
@@ -144,11 +129,6 @@ def _pack(to: JobParams, job: Job, cut: Cut) -> None:
 
 def _steps(table: Table) -> tuple[int, int, int, int]:
     return table.batch, table.row, table.pair, table.second
-
-
-def _magic(divisor: int) -> int:
-    """m with x * m >> 64 == x // divisor for x < 2^32; 0 stands for a divisor of 1."""
-    return 0 if divisor == 1 else -(-(2**64) // divisor)
 
 
 def _numbers(split: Split) -> tuple[int, int, int, int]:

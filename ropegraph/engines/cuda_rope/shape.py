@@ -39,6 +39,10 @@ class Grid:
     warps_s: int
     log_group: int
 
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        return self.x, self.y, self.z
+
 
 @dataclass(frozen=True)
 class Split:

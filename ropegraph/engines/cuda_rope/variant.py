@@ -10,6 +10,7 @@ from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.job import Job
 from ropegraph.engines.cuda_rope.kind import Kind
 from ropegraph.engines.cuda_rope.shape import Shape
+from ropegraph.engines.cuda_rope.unit import Unit
 
 SOURCE = Path(__file__).with_name("rope.cu")
 
@@ -17,7 +18,7 @@ FLIGHT = 2  # units in flight a warp
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Unit):
     """One translation unit: rope_vector for ``vec`` > 1, and rope_any.
 
     cache: type of the rows where something goes into a cache, None if nothing does.
@@ -52,7 +53,6 @@ class Variant:
 
     @property
     def macros(self) -> dict[str, str]:
-        """Macro -> value."""
         return self.kind.macros | {
             "ROPE_PASS": str(int(self.passes)),
             "ROPE_GROUPS": str(int(self.groups)),
@@ -66,9 +66,12 @@ class Variant:
         }
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The macros as compiler options."""
-        return tuple(f"-D{name}={value}" for name, value in self.macros.items())
+    def code(self) -> str:
+        return SOURCE.read_text(encoding="utf-8")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return ("rope_vector", "rope_any") if self.vec > 1 else ("rope_any",)
 
 
 def variant_of(jobs: Sequence[Job], shape: Shape) -> Variant:
