@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ropegraph.engines.cuda_rope import norm
+from ropegraph.engines.cuda_rope import norm_shape, norm_variant
+from ropegraph.engines.cuda_rope.compiler import load
 from ropegraph.engines.cuda_rope.engine import CudaRope
-from ropegraph.engines.cuda_rope.norm_kernels import load
 from ropegraph.ir.ops import (
     NormRope,
     NormRopeBackward,
@@ -161,22 +162,18 @@ def rows(size: Size) -> Iterator[Row]:
 
 @contextmanager
 def changed(**names: Any) -> Iterator[None]:
-    """Constants of norm.py, and ``resident``, at other values; kernels are compiled anew."""
-    old = {n: getattr(norm, n) for n in names if n != "resident"}
-    resident = norm.NormVariant.resident
-    for name, value in names.items():
-        if name == "resident":
-            norm.NormVariant.resident = property(lambda _, n=value: n)  # type: ignore[assignment]
-        else:
-            setattr(norm, name, value)
+    """Constants of the launch, and ``resident``, at other values."""
+    # What is compiled into a kernel and no field of its variant is no part of what it is kept by.
     load.cache_clear()
+    owners = {"FLIGHT": norm_variant, "resident": norm_variant.NormVariant}
     try:
-        yield
+        with ExitStack() as stack:
+            for name, value in names.items():
+                given = property(lambda _, n=value: n) if name == "resident" else value
+                stack.enter_context(patch.object(owners.get(name, norm_shape), name, given))
+            yield
     finally:
         load.cache_clear()
-        norm.NormVariant.resident = resident  # type: ignore[method-assign]
-        for name, value in old.items():
-            setattr(norm, name, value)
 
 
 FORWARD_TRIALS: tuple[dict[str, Any], ...] = (

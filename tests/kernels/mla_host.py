@@ -6,8 +6,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.compiler import Loaded
-from ropegraph.engines.cuda_rope.mla import SOURCE, MlaVariant, task_of, variant_of_task
+from ropegraph.engines.cuda_rope.mla import task_of
 from ropegraph.engines.cuda_rope.mla_launch import MlaLaunch, MlaParams
+from ropegraph.engines.cuda_rope.mla_variant import SOURCE, MlaVariant, variant_of_task
 from tests.kernels import host
 from tests.kernels.cases import Case
 

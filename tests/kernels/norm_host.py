@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.compiler import Loaded
-from ropegraph.engines.cuda_rope.norm import (
-    NormVariant,
-    norm_shape,
-    norm_variant,
-    source,
-    widest_vector,
-)
 from ropegraph.engines.cuda_rope.norm_launch import NormLaunch, NormParams, active
+from ropegraph.engines.cuda_rope.norm_shape import norm_shape, widest_vector
+from ropegraph.engines.cuda_rope.norm_variant import NormVariant, norm_variant, source
 from ropegraph.lowering.engine import Step
 from tests.kernels import host
 from tests.kernels.cases import Case

@@ -7,12 +7,9 @@ import ctypes
 import re
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from ropegraph.engines.cuda_rope.mla import SOURCE as MLA_SOURCE
-from ropegraph.engines.cuda_rope.mla import MlaVariant
-from ropegraph.engines.cuda_rope.norm import NormVariant
-from ropegraph.engines.cuda_rope.variant import SOURCE, Variant
+from ropegraph.engines.cuda_rope.mla_variant import MlaVariant
+from ropegraph.engines.cuda_rope.unit import Unit
 from tests.kernels.host import cuda_headers
 from tests.missing import missing
 
@@ -41,14 +38,12 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def compile_variant(
-    variant: Variant | MlaVariant | NormVariant, arch: str, path: Path = SOURCE
-) -> dict[str, Resources]:
+def compile_variant(variant: Unit, arch: str) -> dict[str, Resources]:
     """Machine code for ``arch``; the resources of each kernel by name.
 
     Raises AssertionError with the compiler's text if it does not compile.
     """
-    program, log = _compiled(variant, path, f"-arch={arch}", "--ptxas-options=-v")
+    program, log = _compiled(variant, f"-arch={arch}", "--ptxas-options=-v")
     nvrtc, size = load(), ctypes.c_size_t()
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     assert size.value > 0
@@ -58,9 +53,7 @@ def compile_variant(
 
 def cubin(variant: MlaVariant, arch: str) -> tuple[bytes, str]:
     """Machine code with the option that CuPy adds, and what ptxas says of it."""
-    program, log = _compiled(
-        variant, MLA_SOURCE, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v"
-    )
+    program, log = _compiled(variant, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
     nvrtc, size = load(), ctypes.c_size_t()
     nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     code = ctypes.create_string_buffer(size.value)
@@ -69,9 +62,9 @@ def cubin(variant: MlaVariant, arch: str) -> tuple[bytes, str]:
     return code.raw, log
 
 
-def ptx_as_cupy_makes_it(variant: Variant | MlaVariant, path: Path = SOURCE) -> str:
+def ptx_as_cupy_makes_it(variant: Unit) -> str:
     """PTX with the option that CuPy adds to those of its callers."""
-    program, _ = _compiled(variant, path, "-arch=compute_90", "-ftz=true")
+    program, _ = _compiled(variant, "-arch=compute_90", "-ftz=true")
     nvrtc, size = load(), ctypes.c_size_t()
     nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)
@@ -80,13 +73,14 @@ def ptx_as_cupy_makes_it(variant: Variant | MlaVariant, path: Path = SOURCE) -> 
     return text.value.decode()
 
 
-def _compiled(variant: Variant | MlaVariant, path: Path, *more: str) -> tuple[ctypes.c_void_p, str]:
+def _compiled(variant: Unit, *more: str) -> tuple[ctypes.c_void_p, str]:
     """The program, and what the compiler said."""
     nvrtc = load()
     options = (*variant.options, f"-I{cuda_headers()}", *more)
     program = ctypes.c_void_p()
-    source, name = path.read_bytes(), path.name.encode()
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
+    made = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), variant.code.encode(), b"kernels.cu", 0, None, None
+    )
     assert made == 0
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)

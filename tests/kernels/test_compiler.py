@@ -10,7 +10,8 @@ import torch
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope import compiler
 from ropegraph.engines.cuda_rope.kind import Kind
-from ropegraph.engines.cuda_rope.mla import MlaVariant, Mode
+from ropegraph.engines.cuda_rope.mla import Mode
+from ropegraph.engines.cuda_rope.mla_variant import MlaVariant
 from ropegraph.engines.cuda_rope.variant import Variant
 from tests.kernels.test_norm_nvrtc import USUAL
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropegraph.engines.cuda_rope import mla
+from ropegraph.engines.cuda_rope import mla, mla_shape
 from ropegraph.engines.cuda_rope.block import word_of
 from ropegraph.engines.cuda_rope.engine import CudaRope
 from ropegraph.engines.cuda_rope.mla_launch import MlaParams
@@ -169,11 +169,11 @@ def test_grids_stay_inside_the_limits() -> None:
         for mode in mla.Mode:
             large = replace(task, mode=mode, **changes)
             for vec in (1, 8):
-                cut = mla.cut_of(large, vec)
+                cut = mla_shape.cut_of(large, vec)
                 x, y, z = cut.grid
-                assert x <= mla.MAX_X
-                assert y <= mla.MAX_YZ
-                assert z <= mla.MAX_YZ
+                assert x <= mla_shape.MAX_X
+                assert y <= mla_shape.MAX_YZ
+                assert z <= mla_shape.MAX_YZ
                 assert y * z >= large.batch
                 assert cut.part_heads * cut.parts >= large.heads
     far = plain(MlaKvRope(64))

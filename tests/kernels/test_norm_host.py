@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropegraph.engines.cuda_rope import norm
+from ropegraph.engines.cuda_rope import norm_shape
 from ropegraph.ir.ops import NormRope
 from tests.kernels import norm_host
 from tests.kernels.cases import Case
@@ -93,9 +93,9 @@ def with_op(given: Case, op: NormRope) -> Case:
 
 def test_the_grid_and_the_share_of_a_warp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Long tensors, and backward warps that go on from token to token."""
-    monkeypatch.setattr(norm, "TOTAL_WARPS", 6)
-    monkeypatch.setattr(norm, "MANY_WARPS", 8)
-    monkeypatch.setattr(norm, "LOG_GROUP", 2)
+    monkeypatch.setattr(norm_shape, "TOTAL_WARPS", 6)
+    monkeypatch.setattr(norm_shape, "MANY_WARPS", 8)
+    monkeypatch.setattr(norm_shape, "LOG_GROUP", 2)
     plans = (Plan(1, dim=(3, 9, 17)), Plan(1, True, dim=(3, 9, 17)), Plan(1, True, dim=(3, 1, 33)))
     run_and_check(of(*plans), tmp_path)
 

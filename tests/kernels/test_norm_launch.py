@@ -8,8 +8,9 @@ import torch
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.engine import CudaRope
-from ropegraph.engines.cuda_rope.norm import norm_jobs, norm_shape, widest_vector
+from ropegraph.engines.cuda_rope.norm import norm_jobs
 from ropegraph.engines.cuda_rope.norm_launch import SUM_THREADS
+from ropegraph.engines.cuda_rope.norm_shape import norm_shape, widest_vector
 from ropegraph.engines.cuda_rope.shape import MAX_X, MAX_YZ
 from ropegraph.errors import InternalError
 from ropegraph.lowering.engine import Device

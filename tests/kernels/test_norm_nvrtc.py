@@ -4,13 +4,12 @@ Each value of each macro is compiled once or more, not their product.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.kind import Kind
-from ropegraph.engines.cuda_rope.norm import NormVariant, source
+from ropegraph.engines.cuda_rope.norm_variant import NormVariant, source
 from tests.kernels.nvrtc import compile_variant
 
 B, H, F = DType.BFLOAT16, DType.HALF, DType.FLOAT
@@ -46,19 +45,12 @@ OTHERS = (
 )
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    where = tmp_path / "norm_rope.cu"
-    where.write_text(source())
-    return where
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_the_usual_variants_spill_nothing(
-    arch: str, path: Path, record_property: Callable[[str, object], None]
+    arch: str, record_property: Callable[[str, object], None]
 ):
     for each in USUAL:
-        found = compile_variant(each, arch, path)
+        found = compile_variant(each, arch)
         assert set(found) == set(each.kernels)
         record_property(f"{arch} {' '.join(each.options)}", str(found))
         # Tuned on sm_90; elsewhere a few numbers may be put aside.
@@ -69,9 +61,9 @@ def test_the_usual_variants_spill_nothing(
         assert found["norm_vector"].registers * resident * 32 <= 65536
 
 
-def test_every_value_of_every_macro_compiles(path: Path):
+def test_every_value_of_every_macro_compiles():
     for arch, each in OTHERS:
-        assert set(compile_variant(each, arch, path)) == set(each.kernels)
+        assert set(compile_variant(each, arch)) == set(each.kernels)
 
 
 def test_the_source_has_rope_cu_without_its_kernels():

@@ -4,7 +4,8 @@ import pytest
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.kind import NUMERICS, Kind
-from ropegraph.engines.cuda_rope.mla import SOURCE, MlaVariant, Mode
+from ropegraph.engines.cuda_rope.mla import Mode
+from ropegraph.engines.cuda_rope.mla_variant import MlaVariant
 from ropegraph.engines.cuda_rope.variant import Variant
 from tests.kernels.nvrtc import ptx_as_cupy_makes_it
 
@@ -26,5 +27,5 @@ def test_rotations_by_a_table(dtype: DType, numerics: str) -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_mla(mode: Mode) -> None:
-    text = ptx_as_cupy_makes_it(MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, 8), SOURCE)
+    text = ptx_as_cupy_makes_it(MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, 8))
     assert not flushing(text)

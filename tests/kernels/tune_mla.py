@@ -26,8 +26,9 @@ from torch import Tensor
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.compiler import Loaded
 from ropegraph.engines.cuda_rope.cupy_types import import_cupy
-from ropegraph.engines.cuda_rope.mla import MlaVariant, Mode, Tuning, task_of, variant_of_task
+from ropegraph.engines.cuda_rope.mla import Mode, Tuning, task_of
 from ropegraph.engines.cuda_rope.mla_launch import MlaLaunch
+from ropegraph.engines.cuda_rope.mla_variant import MlaVariant, variant_of_task
 from ropegraph.engines.torch_executor.engine import TorchExecutor
 from ropegraph.lowering.engine import Device
 from tests.kernels.bench_mla import backward, forward, mxfp8

@@ -10,15 +10,9 @@ from torch import Tensor
 from ropegraph.engines.cuda_rope.block import Kernel, Pointer, magic, word_of
 from ropegraph.engines.cuda_rope.compiler import Loaded, load
 from ropegraph.engines.cuda_rope.launcher import Launcher, Nothing
-from ropegraph.engines.cuda_rope.mla import (
-    Cut,
-    Task,
-    alignment,
-    cut_of,
-    task_of,
-    variant_of_task,
-    vector_of,
-)
+from ropegraph.engines.cuda_rope.mla import Task, task_of
+from ropegraph.engines.cuda_rope.mla_shape import Cut, alignment, cut_of, vector_of
+from ropegraph.engines.cuda_rope.mla_variant import variant_of_task
 from ropegraph.engines.cuda_rope.shape import LANES
 from ropegraph.lowering.engine import Device, Executable, Step
 

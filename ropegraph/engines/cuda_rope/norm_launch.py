@@ -11,22 +11,21 @@ from torch import Tensor
 from ropegraph.engines.cuda_rope.block import WORD, Kernel, Pointer, magic, word_of
 from ropegraph.engines.cuda_rope.compiler import Loaded, load
 from ropegraph.engines.cuda_rope.launcher import Launcher, Nothing, address_of, new_flag
-from ropegraph.engines.cuda_rope.norm import (
-    SUM_COLUMNS,
-    NormJob,
+from ropegraph.engines.cuda_rope.norm import NormJob, norm_jobs
+from ropegraph.engines.cuda_rope.norm_shape import (
     NormShape,
-    norm_jobs,
     norm_shape,
-    norm_variant,
     scale_alignment,
     widest_vector,
 )
+from ropegraph.engines.cuda_rope.norm_variant import norm_variant
 from ropegraph.engines.cuda_rope.params import Params, job_word, packed, pointers_of
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_X, alignment, grid_of
 from ropegraph.lowering.engine import Device, Executable, Step
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 SUM_THREADS = 1024  # of norm_sum
+SUM_COLUMNS = 8  # that a block of norm_sum adds up
 
 
 class NormFields(ctypes.Structure):

@@ -1,0 +1,105 @@
+"""How a launch of mla.cu is cut: vector width, heads of a warp, grid. Plain arithmetic, no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropegraph.engines.cuda_rope.job import Side
+from ropegraph.engines.cuda_rope.mla import Mode, Task
+from ropegraph.engines.cuda_rope.shape import LANES, MAX_WORD, MAX_X, MAX_YZ
+
+BLOCK, ACROSS = 32, 8  # elements that share an MXFP8 scale; vectors of a tile of 32 tokens
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one kernel works on a task.
+
+    part_heads, parts: heads a warp takes, and how many times to have all.  shares: warps for a
+    tile of tokens, ``inner`` of each part, ``each`` of each head.  batch: entries along x.
+    """
+
+    part_heads: int
+    parts: int
+    shares: int
+    inner: int
+    each: int
+    log_group: int
+    batch: int
+    grid: tuple[int, int, int]
+
+
+def vector_of(task: Task) -> int:
+    """Elements that a lane moves at once: up to 16 bytes; 1 if strides or widths allow no vector.
+
+    The base pointers have to be aligned as well: alignment() says how much.
+    """
+    vec = MAX_WORD // task.data.itemsize
+    if task.mode is Mode.MXFP8:
+        fitting = (n for n in (task.tuning.vec, vec) if task.nope % BLOCK == 0 and _fits(task, n))
+        return next(fitting, 1)
+    while vec > 1 and not _fits(task, vec):
+        vec //= 2
+    return vec
+
+
+def alignment(field: str, side: Side, vec: int) -> int:
+    """Bytes that the base of a tensor must be a multiple of for vectors of ``vec`` elements."""
+    is_single = field in ("key_scale", "value_scale")  # bytes that lie apart
+    return 1 if is_single else min(MAX_WORD, vec * side.dtype.itemsize)
+
+
+def _fits(task: Task, vec: int) -> bool:
+    if any(n % vec for n in (task.nope, task.v, task.half)):
+        return False
+    if task.mode is Mode.BACKWARD and 2 * task.half > LANES * vec:
+        return False
+    for field, side in (*task.places.items(), *task.tables.items()):
+        align = alignment(field, side, vec)
+        *outer, stride_d = side.stride
+        if align > 1 and stride_d != 1:
+            return False
+        if any(s * side.dtype.itemsize % align for s in outer):
+            return False
+    return True
+
+
+def cut_of(task: Task, vec: int) -> Cut:
+    """Heads a warp takes, and the grid over all of them."""
+    tuning = task.tuning
+    if task.mode is not Mode.MXFP8:
+        tokens = tuning.tokens if vec > 1 else 1
+        rows = LANES // max(1, min(LANES, (task.nope + task.v) // vec))
+        part_heads = max(1, min(task.heads, max(1, tuning.units // tokens) * rows))
+        parts = -(-task.heads // part_heads)
+        tiles = -(-task.tokens // tokens)
+        sums = tokens if task.mode is Mode.BACKWARD else 0
+        return _cut(task, part_heads, parts, 1, 1, sums, tiles)
+    tiles = task.tokens // BLOCK
+    if vec == 1:
+        each = (task.nope + 2 * task.half + task.v) // BLOCK
+        return _cut(task, 1, task.heads, each, each, 0, tiles)
+    part_heads = max(1, min(task.heads, tuning.units))
+    parts = -(-task.heads // part_heads)
+    tile = ACROSS * vec
+    each = -(-task.nope // tile) + -(-task.v // tile)
+    inner = part_heads * each + -(-2 * task.half // tile)
+    return _cut(task, part_heads, parts, inner, each, 0, tiles)
+
+
+def _cut(
+    task: Task, part_heads: int, parts: int, inner: int, each: int, sums: int, tiles: int
+) -> Cut:
+    """The grid; the kernel leaves out what is too many."""
+    tuning, shares = task.tuning, parts * inner + sums
+    log_group = tuning.log_group
+    while log_group and 2**log_group > tiles:
+        log_group -= 1
+    warps = (-(-tiles >> log_group) << log_group) * shares
+    batch = task.batch if tuning.is_batch_inner or task.is_batch_next else 1
+    if warps * batch > MAX_X:
+        batch = 1
+    entries = -(-task.batch // max(1, batch))
+    z = max(1, -(-entries // MAX_YZ))
+    grid = max(1, -(-warps * batch // tuning.warps)), max(1, -(-entries // z)), z
+    return Cut(part_heads, parts, shares, inner, each, log_group, max(1, batch), grid)
