@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ropegraph.api.checks import as_count, as_dims, as_flag, as_name, as_strides
 from ropegraph.dtypes import DType, as_dtype
 from ropegraph.errors import GraphError
+from ropegraph.ir.graph import row_major
 
 if TYPE_CHECKING:
     from ropegraph.api.recording import Recorder
-
-
-def row_major(dim: Iterable[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a packed tensor whose last axis is innermost."""
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(tuple(dim)):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
 
 
 def settled_strides(dim: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from ropegraph.ir.ops import (
     Rope,
     RopeBackward,
     SplitQkv,
+    data_ports,
 )
 
 T = TypeVar("T")
@@ -35,6 +36,16 @@ def span(dim: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in dim:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(dim, stride, strict=True))
+
+
+def row_major(dim: Iterable[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a packed tensor whose last axis is innermost."""
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(tuple(dim)):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True)
@@ -246,7 +257,7 @@ def rotated_by(node: Node[Any], output: str) -> str | None:
     for single in singles(node):
         is_rotation = isinstance(single.attrs, (Rope, RopeBackward))
         if is_rotation and output in single.outputs.values():
-            return single.inputs["dY" if isinstance(single.attrs, RopeBackward) else "input"]
+            return single.inputs[data_ports(single.attrs)[0]]
     return None
 
 

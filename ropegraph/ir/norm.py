@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ropegraph.dtypes import DType, short
+from ropegraph.dtypes import DType, short, wider
 from ropegraph.errors import GraphError
-from ropegraph.ir.graph import Node, Value
+from ropegraph.ir.graph import Node, Value, row_major
 from ropegraph.ir.ops import (
     ANGLE_PORTS,
     POSITION_PORTS,
@@ -70,8 +70,7 @@ def check_norm_dtypes(where: str, dtypes: Mapping[str, DType]) -> None:
             f"{where}: scale is {short(scale)} but input is {short(x)}; use "
             f"{short(x)}{'' if x is DType.FLOAT else ' or fp32'}"
         )
-    is_wide = DType.DOUBLE in (x, dtypes.get("grad", x))
-    wanted = DType.DOUBLE if is_wide else DType.FLOAT
+    wanted = wider(x, dtypes.get("grad", x))
     if dtypes.get("inv_variance", wanted) is not wanted:
         raise GraphError(
             f"{where}: inv_variance is {short(dtypes['inv_variance'])}; use {short(wanted)}, as "
@@ -87,7 +86,7 @@ def unfused(
     norm, rope = attrs.names
     angles = {p: ins[p] for p in (*ANGLE_PORTS[attrs.rope.angles], *POSITION_PORTS) if p in ins}
     x = values[ins["input"]]
-    mid = _packed(f"{node.name}::between", x.dim, between)
+    mid = Value(f"{node.name}::between", x.dim, row_major(x.dim), between)
     statistics = {p: outs[p] for p in ("inv_variance", "Dscale") if p in outs}
     weight = {"scale": ins["scale"]}
     turn: Node[Op]
@@ -118,12 +117,3 @@ def unfused(
         return (turn, replace(made, outputs=statistics)), (turned,)
     back = Node[Op](rope, attrs.rope, {"dY": mid.name, **angles}, {"dX": outs["dX"]})
     return (turn, made, back), (turned, mid)
-
-
-def _packed(name: str, dim: Dim, dtype: DType) -> Value:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(dim):
-        strides.append(step)
-        step *= max(extent, 1)
-    return Value(name, dim, tuple(reversed(strides)), dtype)

@@ -373,6 +373,11 @@ def shared(attrs: Rotation | Attention) -> dict[str, Any]:
     return {f.name: getattr(attrs, f.name) for f in fields(base)}
 
 
+def data_ports(attrs: Op | Rotation) -> tuple[str, str]:
+    """The ports of what a Rope, RopeBackward, Scale or CacheWrite reads and of what it writes."""
+    return ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
+
+
 def op_name(op: Op) -> str:
     """The word for an op in messages, printed graphs and serialized files."""
     return NAMES[type(op)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ropegraph.errors import GraphError
+from ropegraph.ir.attention import infer_attention, infer_attention_backward
 from ropegraph.ir.cache import written_cache
 from ropegraph.ir.graph import merged_ports
 from ropegraph.ir.mla import infer_mla, infer_mla_backward
 from ropegraph.ir.norm import infer_norm, infer_norm_backward, infer_norm_rope
 from ropegraph.ir.ops import (
-    Attention,
     CacheWrite,
     JoinQkv,
     Matmul,
@@ -71,19 +71,9 @@ def infer(name: str, attrs: Op, dims: Mapping[str, Dim]) -> dict[str, Dim]:
                 outputs |= {f"{port}{i}": dim for port, dim in own.items()}
             return outputs
         case Sdpa():
-            b, h_q, s_q, d_v = _attention(where, attrs, dims)
-            return {"O": (b, h_q, s_q, d_v), "Stats": (b, h_q, s_q, 1)}
+            return infer_attention(where, attrs, dims)
         case SdpaBackward():
-            b, h_q, s_q, d_v = _attention(where, attrs, dims)
-            _exact(where, "o", dims["o"], (b, h_q, s_q, d_v))
-            _exact(where, "dO", dims["dO"], (b, h_q, s_q, d_v))
-            _exact(where, "stats", dims["stats"], (b, h_q, s_q, 1))
-            grads = {"dQ": dims["q"], "dK": dims["k"], "dV": dims["v"]}
-            if "bias" in dims:
-                grads["dBias"] = dims["bias"]
-            if "sink_token" in dims:
-                grads["dSink_token"] = dims["sink_token"]
-            return grads
+            return infer_attention_backward(where, attrs, dims)
         case Scale():
             return {"output": dims["input"]}
         case Sum():
@@ -131,81 +121,6 @@ def _matmul(where: str, attrs: Matmul, a: Dim, b: Dim) -> Dim:
     return (1 if attrs.sum_batch else batch, m, n)
 
 
-def _attention(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
-    q, k, v = dims["q"], dims["k"], dims["v"]
-    for port in ("q", "k", "v"):
-        _rank4(where, port, dims[port])
-    (b, h_q, s_q, d_qk), (b_k, h_k, s_kv, _), (b_v, h_v, s_v, d_v) = q, k, v
-    if k[3] != d_qk:
-        raise GraphError(
-            f"{where}: k {list(k)} has d_qk={k[3]} but q {list(q)} has {d_qk}; "
-            "they are multiplied, so both need one width"
-        )
-    for port, h in (("k", h_k), ("v", h_v)):
-        if (h == 0) != (h_q == 0) or (h and h_q % h):
-            raise GraphError(
-                f"{where}: h_q={h_q} is not a multiple of the {h} heads of {port} "
-                f"{list(dims[port])}; query heads share key heads in equal groups"
-            )
-    longest = attrs.max_seq_len_kv if isinstance(attrs, Sdpa) else None
-    if longest is not None:
-        s_kv = longest
-        for port, pages in (("k", k), ("v", v)):
-            table = dims[f"paged_attention_{port}_table"]
-            if len(table) != 4 or table[0] != b or table[1] != 1 or table[3] != 1:
-                raise GraphError(
-                    f"{where}: paged_attention_{port}_table {list(table)} must be "
-                    f"[{b}, 1, pages per sequence, 1]"
-                )
-            if table[2] * pages[2] < s_kv:
-                raise GraphError(
-                    f"{where}: paged_attention_max_seq_len_kv={s_kv} is more than the {table[2]} "
-                    f"pages of {pages[2]} tokens that paged_attention_{port}_table holds"
-                )
-    else:
-        if b_k != b or b_v != b:
-            raise GraphError(
-                f"{where}: the batch sizes of q {list(q)}, k {list(k)} and v {list(v)} differ; "
-                "use one for all"
-            )
-        if s_v != s_kv:
-            raise GraphError(
-                f"{where}: k {list(k)} has s_kv={s_kv} keys but v {list(v)} has {s_v}; "
-                "every key needs its value"
-            )
-    if "bias" in dims:
-        bias = dims["bias"]
-        fits = len(bias) == 4 and all(
-            x in (1, full) for x, full in zip(bias, (b, h_q, s_q, s_kv), strict=True)
-        )
-        if not fits:
-            raise GraphError(
-                f"{where}: bias {list(bias)} does not broadcast to the logits "
-                f"[{b}, {h_q}, {s_q}, {s_kv}]; each axis must be as long, or 1"
-            )
-    for port in ("seq_len_q", "seq_len_kv"):
-        if port in dims:
-            _exact(where, port, dims[port], (b, 1, 1, 1))
-    if "sink_token" in dims:
-        _exact(where, "sink_token", dims["sink_token"], (1, h_q, 1, 1))
-    for port in ("attn_scale", "seed", "offset"):
-        if port in dims and any(x != 1 for x in dims[port]):
-            raise GraphError(
-                f"{where}: {port} {list(dims[port])} must hold one number: [1, 1, 1, 1]"
-            )
-    return (b, h_q, s_q, d_v)
-
-
-def _rank4(where: str, port: str, dim: Dim) -> None:
-    if len(dim) != 4:
-        raise GraphError(f"{where}: {port} {list(dim)} has {len(dim)} dims; use [b, h, s, d]")
-
-
 def _same(where: str, port: str, dim: Dim, other: str, wanted: Dim) -> None:
     if dim != wanted:
         raise GraphError(f"{where}: {port} {list(dim)} differs from {other} {list(wanted)}")
-
-
-def _exact(where: str, port: str, dim: Dim, wanted: Dim) -> None:
-    if dim != wanted:
-        raise GraphError(f"{where}: {port} is {list(dim)}; use {list(wanted)}")
