@@ -11,7 +11,7 @@ from ropegraph.api.rotary import rotation
 from ropegraph.api.tensor import Tensor
 from ropegraph.dtypes import DType, as_compute
 from ropegraph.errors import GraphError
-from ropegraph.ir.ops import Rope, RopeBackward, Rotation, Scale
+from ropegraph.ir.ops import Rope, RopeBackward, Rotation, Scale, data_ports
 
 
 class RopeOps:
@@ -136,7 +136,7 @@ class RopeOps:
         dim = data.get_dim()
         attrs, tensors = rotation(kind, where, dim[-1] if dim else 0, **options)
         ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in tensors.items()}
-        out_port = "output" if kind is Rope else "dX"
+        _, out_port = data_ports(attrs)
         into = cache_ports(self.recorder, where, cache, rows)
         if into:
             _refuse_beside_cache(where, attrs, ports, data)

@@ -9,15 +9,14 @@ Equal in exact arithmetic: a rotation is linear. One rounding goes: y is never s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.ops import Rope, RopeBackward, Scale
+from ropegraph.ir.ops import Rope, RopeBackward, Scale, data_ports
 from ropegraph.passes.limits import times, why_not_scale
 from ropegraph.passes.rewrite import Decline, Edit, Rule
 
 _LINEAR = (Rope, RopeBackward, Scale)
-_DATA: dict[Any, str] = {Rope: "input", RopeBackward: "dY", Scale: "input"}
 
 
 def _apply(graph: Graph, node: Node[Scale]) -> Edit | Decline:
@@ -59,15 +58,16 @@ def _into_readers(graph: Graph, node: Node[Scale]) -> Edit | Decline:
         if reason := why_not_scale(reader, node.attrs.factor, graph.values[out].dtype):
             return Decline(reason)
         moved = times(reader, node.attrs.factor)
-        folded.append(replace(moved, inputs={**reader.inputs, _DATA[type(reader.attrs)]: x}))
+        folded.append(replace(moved, inputs={**reader.inputs, data_ports(reader.attrs)[0]: x}))
     names = ", ".join(repr(n.name) for n in folded)
     return Edit(tuple(folded), (node.name,), f"factor {node.attrs.factor:.6g} moved to {names}")
 
 
 def _takes(node: Node[Any], value: str) -> bool:
     """True if ``value`` is what the node rotates, and not, say, its table of angles."""
-    port = _DATA.get(cast(Any, type(node.attrs)))
-    return port is not None and [p for p, v in node.inputs.items() if v == value] == [port]
+    if not isinstance(node.attrs, _LINEAR):
+        return False
+    return [p for p, v in node.inputs.items() if v == value] == [data_ports(node.attrs)[0]]
 
 
 fold_scale_node = Rule("fold-scale-node", root=(Scale,), apply=_apply)

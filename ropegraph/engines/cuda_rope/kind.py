@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ropegraph.dtypes import DType
-from ropegraph.ir.ops import ANGLE_PORTS, CacheWrite, Numerics, RopeBackward, Rotation
+from ropegraph.ir.ops import (
+    ANGLE_PORTS,
+    CacheWrite,
+    Numerics,
+    RopeBackward,
+    Rotation,
+    data_ports,
+)
 from ropegraph.lowering.engine import Step
 
 Source = Literal["freqs", "tables", "inv_freq", "exact"]
@@ -65,7 +72,7 @@ class Kind:
 
 def ports_of(attrs: Rotation | CacheWrite, suffix: str) -> tuple[str, str]:
     """The ports of what is read and what is written."""
-    read, written = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
+    read, written = data_ports(attrs)
     return read + suffix, written + suffix
 
 

@@ -18,6 +18,7 @@ from ropegraph.ir.ops import (
     Rotation,
     Sdpa,
     SdpaBackward,
+    data_ports,
     op_name,
 )
 from ropegraph.lowering.choose import slots_of
@@ -81,7 +82,7 @@ def _graph_rules(graph: Graph) -> Iterator[str]:
 def _rotation(step: Step, device: Device) -> Iterator[str]:
     attrs = step.node.attrs
     assert isinstance(attrs, Rotation)
-    port = "dY" if isinstance(attrs, RopeBackward) else "input"
+    port, _ = data_ports(attrs)
     x = step.value(port)
     if device.type != "cuda":
         yield f"needs a CUDA device, this is {device}"

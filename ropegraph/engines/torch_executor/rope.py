@@ -16,7 +16,15 @@ from ropegraph.engines.torch_executor.positions import Positions, Rows
 from ropegraph.engines.torch_executor.rotator import Rotator
 from ropegraph.engines.torch_executor.sequences import lengths_of, read_starts, views
 from ropegraph.ir.graph import singles
-from ropegraph.ir.ops import ANGLE_PORTS, CacheWrite, Rope, RopeBackward, RopeFreqsGrad, RopePair
+from ropegraph.ir.ops import (
+    ANGLE_PORTS,
+    CacheWrite,
+    Rope,
+    RopeBackward,
+    RopeFreqsGrad,
+    RopePair,
+    data_ports,
+)
 from ropegraph.lowering.engine import Executable, Step
 
 # The [h, n, d] views of one ragged tensor that are read, with those that are written.
@@ -38,7 +46,7 @@ class RopeStep:
     """One rotation of the graph, dense or ragged."""
 
     def __init__(self, step: Step, attrs: Rope | RopeBackward) -> None:
-        source, target = ("dY", "dX") if isinstance(attrs, RopeBackward) else ("input", "output")
+        source, target = data_ports(attrs)
         self.attrs, self.rotate = attrs, Rotator(attrs)
         self.x, self.out = step.slot(source), step.slot(target)
         self.sources = [step.slot(port) for port in ANGLE_PORTS[attrs.angles]]
