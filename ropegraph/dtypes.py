@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from ropegraph.errors import GraphError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DType(Enum):
@@ -78,6 +82,13 @@ def as_dtype(given: object, argument: str = "data_type") -> DType:
         f"{argument}={given!r} is not a data type; use a torch dtype such as torch.bfloat16 "
         f"or one of {', '.join('data_type.' + d.name for d in DType)}"
     )
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of that name."""
+    import torch
+
+    return getattr(torch, dtype.torch_name)
 
 
 def as_compute(given: object, argument: str = "compute_data_type") -> DType:

@@ -16,6 +16,7 @@ from ropegraph.api.handle import Handle
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.api.wrapper import graph_cache
+from ropegraph.dtypes import torch_dtype
 
 LIMIT = 256  # plans that are kept; the one not used for longest goes
 
@@ -71,7 +72,7 @@ class Plan:
         self.saved = tuple(graph.saved)
         made = graph.lowered.recorded
         self._outputs = {
-            name: (value.dim, value.stride, getattr(torch, value.dtype.torch_name))
+            name: (value.dim, value.stride, torch_dtype(value.dtype))
             for name in made.outputs
             for value in (made.values[name],)
         }

@@ -18,6 +18,7 @@ from ropegraph.api.checks import as_count, as_list
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
+from ropegraph.dtypes import torch_dtype
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import op_name
 
@@ -196,7 +197,7 @@ class Graph:
         tensors = [t for t in like if isinstance(t, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         value = self._graph.lowered.recorded.values[name]
-        dtype = getattr(torch, value.dtype.torch_name)
+        dtype = torch_dtype(value.dtype)
         return torch.empty_strided(value.dim, value.stride, dtype=dtype, device=device)
 
 

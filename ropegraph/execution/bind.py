@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ropegraph.dtypes import short
+from ropegraph.dtypes import short, torch_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.overlap import disjoint, refuse_negative_strides
 from ropegraph.execution.sharing import check_sharing, pairs_of
@@ -49,9 +49,7 @@ class Binder:
         self.plan = plan
         self.values = graph.values
         self.required = [(name, plan.slots[name]) for name in (*graph.inputs, *graph.outputs)]
-        self.dtypes = {
-            n: getattr(torch, graph.values[n].dtype.torch_name) for n, _ in self.required
-        }
+        self.dtypes = {n: torch_dtype(graph.values[n].dtype) for n, _ in self.required}
         self.hosts = {name for name, _ in self.required if graph.values[name].is_host}
         self.constants = {
             name: torch.full(value.dim, value.constant, dtype=self.dtypes[name], device="cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.torch_executor.engine import TorchExecutor
-from ropegraph.engines.torch_executor.rounding import fma
+from ropegraph.engines.torch_executor.exact import fma
 from ropegraph.ir.ops import Rope, RopeBackward
 from ropegraph.testing.inputs import normal, poisoned
 from tests.engines import steps

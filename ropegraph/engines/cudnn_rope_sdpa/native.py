@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ropegraph.dtypes import torch_dtype
 from ropegraph.engines.cudnn_rope_sdpa.record import record, uids_of
 from ropegraph.engines.cudnn_rope_sdpa.rules import why_not
 from ropegraph.engines.cudnn_sdpa.frontend import load
@@ -32,7 +33,7 @@ class NativeGraph:
         self.workspace = torch.empty(size, dtype=torch.uint8, device=where)
         self.own = {
             name: torch.empty_strided(
-                value.dim, value.stride, dtype=getattr(torch, value.dtype.torch_name), device=where
+                value.dim, value.stride, dtype=torch_dtype(value.dtype), device=where
             )
             for name, value in graph.values.items()
             if graph.is_virtual(name)

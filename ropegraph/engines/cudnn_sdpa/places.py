@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ropegraph.dtypes import torch_dtype
 from ropegraph.engines.cudnn_sdpa.operands import Operand
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe
 from ropegraph.lowering.memory import aligned
@@ -59,7 +60,6 @@ def places_of(recipe: Recipe, uids: Sequence[int], cudnn_bytes: int) -> Places:
 
 
 def _offsets(operand: Operand, index: int) -> torch.Tensor:
-    dtype = getattr(torch, operand.dtype.torch_name)
     counted = [i * (operand.every or 0) for i in range(operand.dim[0])]
     # A copy from pageable memory has arrived when it returns: any stream may read it.
-    return torch.tensor(counted, dtype=dtype).to(f"cuda:{index}")
+    return torch.tensor(counted, dtype=torch_dtype(operand.dtype)).to(f"cuda:{index}")

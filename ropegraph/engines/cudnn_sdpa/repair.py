@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ropegraph.dtypes import torch_dtype
 from ropegraph.engines.cudnn_sdpa.operands import Operand
 from ropegraph.engines.cudnn_sdpa.places import Places
 from ropegraph.engines.cudnn_sdpa.recipe import Recipe
@@ -36,7 +37,7 @@ class Copy:
 
     def room(self, scratch: torch.Tensor) -> torch.Tensor:
         """Where the copy lies."""
-        dtype = getattr(torch, self.operand.dtype.torch_name)
+        dtype = torch_dtype(self.operand.dtype)
         flat = scratch[self.start : self.start + self.size].view(dtype)
         return flat.as_strided(self.operand.dim, self.operand.stride)
 

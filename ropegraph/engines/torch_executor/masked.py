@@ -10,17 +10,15 @@ from math import isfinite
 
 import torch
 
+from ropegraph.engines.torch_executor.exact import wide
+
 INF = float("inf")
 
 
 def is_finite(*tensors: torch.Tensor) -> bool:
     """True if no element is NaN or Inf.  A false alarm is possible: a sum may overflow."""
     # One read-only pass without a temporary; a NaN or an Inf always survives a sum.
-    return all(isfinite(x.sum(dtype=_wide(x.dtype)).item()) for x in tensors)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return all(isfinite(x.sum(dtype=wide(x.dtype)).item()) for x in tensors)
 
 
 def seen_matmul(weights: torch.Tensor, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

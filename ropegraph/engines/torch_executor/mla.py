@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ropegraph.engines.torch_executor.exact import fma, product, wide
 from ropegraph.engines.torch_executor.mxfp8 import quantize
 from ropegraph.ir.ops import MlaKvRope, MlaKvRopeBackward
 from ropegraph.lowering.engine import Executable, Step
@@ -85,9 +86,9 @@ class MlaBackwardStep:
         if key is None:
             out.zero_()
             return
-        wide = torch.float64 if key.dtype == torch.float64 else torch.float32
-        total = key[..., self.nope :].sum(1, keepdim=True, dtype=wide)
-        cos, sin = (_rows(env[t], out.shape[2]).to(wide) for t in (self.cos, self.sin))
+        dtype = wide(key.dtype)
+        total = key[..., self.nope :].sum(1, keepdim=True, dtype=dtype)
+        cos, sin = (_rows(env[t], out.shape[2]).to(dtype) for t in (self.cos, self.sin))
         (g1, g2), (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (total, cos, sin))
         out[..., 0::2].copy_(g1 * cos1 + g2 * sin2)
         out[..., 1::2].copy_(g2 * cos2 - g1 * sin1)
@@ -98,49 +99,14 @@ def rotate(k_rope: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dtype = torch.promote_types(k_rope.dtype, cos.dtype)
     x1, x2 = k_rope[..., 0::2], k_rope[..., 1::2]
     (cos1, cos2), (sin1, sin2) = (_rows(t, k_rope.shape[2]).chunk(2, -1) for t in (cos, sin))
-    first = _fma(x1, cos1, -_product(x2, sin1, dtype), dtype)
-    second = _fma(x2, cos2, _product(x1, sin2, dtype), dtype)
+    first = fma(x1, cos1, -product(x2, sin1, dtype), dtype)
+    second = fma(x2, cos2, product(x1, sin2, dtype), dtype)
     return torch.cat([first, second], dim=-1)
 
 
 def _rows(table: Tensor, s: int) -> Tensor:
     """The rows of the first s tokens, [1, 1, s, r]."""
     return table[:s].permute(1, 2, 0, 3)
-
-
-def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x y, rounded once to ``dtype``: in fp32 the product of two bf16 numbers is exact."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (x.to(wide) * y.to(wide)).to(dtype)
-
-
-def _fma(x: Tensor, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-    """x y + z, rounded once to ``dtype``; in fp64 the product is rounded as well.
-
-    In fp64 the product of two fp32 numbers is exact. The sum may not be: it is rounded to odd (its
-    last bit tells on which side of the exact sum it lies), which makes the rounding after it right.
-    """
-    a, b = x.double() * y.double(), z.double()
-    total = a + b
-    if dtype == torch.float64:
-        return total
-    back = total - a
-    rest = (a - (total - back)) + (b - back)
-    single = _to_odd(total, rest, torch.int64)
-    if dtype == torch.float32:
-        return single.float()
-    # torch goes from fp64 to bf16 through fp32, which is one rounding more.
-    near = single.float()
-    return _to_odd(near, (single - near.double()).float(), torch.int32).to(dtype)
-
-
-def _to_odd(near: Tensor, rest: Tensor, bits: torch.dtype) -> Tensor:
-    """near + rest rounded to odd, where near is that sum rounded to nearest."""
-    odd = torch.nextafter(near, torch.copysign(torch.full_like(near, torch.inf), rest))
-    is_even = near.view(bits) % 2 == 0
-    # The rest of an overflow or of NaN means nothing.
-    is_inexact = torch.isfinite(near) & (rest != 0) & ~rest.isnan()
-    return torch.where(is_inexact & is_even, odd, near)
 
 
 def compile_mla(step: Step) -> Executable:

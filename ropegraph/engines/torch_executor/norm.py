@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropegraph.dtypes import DType
+from ropegraph.dtypes import torch_dtype, wider
 from ropegraph.engines.torch_executor.rope import RopeStep
 from ropegraph.ir.graph import singles
 from ropegraph.ir.norm import is_over_heads, unfused
@@ -42,7 +42,7 @@ class _NormStep:
         self.step, self.centre = step, float(attrs.zero_centered)
         self.x, self.scale = step.slot("input"), step.slot("scale")
         self.over = (1, 3) if is_over_heads(step.value("scale").dim) else (3,)
-        self.dtype = torch.float64 if attrs.compute is DType.DOUBLE else torch.float32
+        self.dtype = torch_dtype(wider(attrs.compute))
 
     def weight(self, env: Sequence[Tensor]) -> Tensor:
         scale = env[self.scale].to(self.dtype)
@@ -106,12 +106,11 @@ class Chain:
         self.first = slot = len(step.slots) + 1
         for single in singles(step.node):
             attrs = single.attrs
-            wide = attrs.norm.compute is DType.DOUBLE or attrs.rope.compute is DType.DOUBLE
-            dtype = DType.DOUBLE if wide else DType.FLOAT
+            dtype = wider(attrs.norm.compute, attrs.rope.compute)
             nodes, middle = unfused(single, step.values, dtype)
             slots = {v.name: slot + i for i, v in enumerate(middle)}
             slot += len(middle)
-            self.between += ((v.dim, getattr(torch, dtype.torch_name)) for v in middle)
+            self.between += ((v.dim, torch_dtype(dtype)) for v in middle)
             values = {**step.values, **{v.name: v for v in middle}}
             for node in nodes:
                 part = replace(step, node=node, values=values, slots={**step.slots, **slots})

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ropegraph.dtypes import DType, wider
+from ropegraph.dtypes import torch_dtype, wider
 from ropegraph.engines.torch_executor.band import band_of
 from ropegraph.engines.torch_executor.dropout import Dropout, Word
 from ropegraph.engines.torch_executor.flash import Flash, Scale, flash_for, rough_ports
@@ -25,7 +25,7 @@ def compute_dtype(step: Step) -> torch.dtype:
     """fp32, or fp64 where the node asks for it or a tensor is fp64."""
     attrs = cast(Attention, step.node.attrs)
     dtypes = [step.value(port).dtype for port in ("q", "k", "v")]
-    return torch.float64 if wider(*dtypes, attrs.compute) is DType.DOUBLE else torch.float32
+    return torch_dtype(wider(*dtypes, attrs.compute))
 
 
 def shape_of(step: Step) -> Shape:
