@@ -11,6 +11,19 @@ from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 
 
+def keys_of(recorder: Recorder) -> dict[Any, str]:
+    """A tensor, its name where no other has it, or its uid -> the name of its value."""
+    found: dict[Any, str] = {}
+    counts = Counter(tensor.get_name() for tensor in recorder.tensors)
+    for tensor, name in recorder.names().items():
+        found[tensor] = name
+        if counts[tensor.get_name()] == 1:
+            found[name] = name
+        if tensor.get_uid() >= 0:
+            found[tensor.get_uid()] = name
+    return found
+
+
 class Keys:
     """Every key that a pack may use, looked up once; the recording is closed by then.
 
@@ -19,18 +32,13 @@ class Keys:
 
     def __init__(self, recorder: Recorder) -> None:
         self.graph = recorder.name
-        self.names: dict[Any, str] = {}
-        self.bound: dict[str, Any] = {}
-        counts = Counter(tensor.get_name() for tensor in recorder.tensors)
-        self.counts: Mapping[Any, int] = counts
-        for tensor, name in recorder.names().items():
-            self.names[tensor] = name
-            if counts[tensor.get_name()] == 1:
-                self.names[name] = name
-            if tensor.get_uid() >= 0:
-                self.names[tensor.get_uid()] = name
-            if tensor.spec.bound is not None:
-                self.bound[name] = tensor.spec.bound
+        self.names = keys_of(recorder)
+        self.counts: Mapping[Any, int] = Counter(t.get_name() for t in recorder.tensors)
+        self.bound = {
+            name: tensor.spec.bound
+            for tensor, name in recorder.names().items()
+            if tensor.spec.bound is not None
+        }
 
     def buffers(self, pack: Mapping[Any, Any]) -> dict[str, Any]:
         """Value name -> buffer.  Raises GraphError for a key that means no tensor of this graph.

@@ -18,6 +18,7 @@ from ropegraph.api.checks import as_count, as_list
 from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
+from ropegraph.api.variant_pack import keys_of
 from ropegraph.dtypes import torch_dtype
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import op_name
@@ -118,16 +119,14 @@ class Graph:
         self._order = names[0], names[1]
 
     def _look_up(self) -> dict[Any, str]:
-        """A tensor, its own name, its uid or a canonical name -> the name in the graph."""
-        names, found = self._graph.recorder.names(), dict[Any, str]()
-        for node in self._graph.recorder.nodes:
-            for port, tensor in {**node.inputs, **node.outputs}.items():
-                found[f"{node.name}::{port}"] = names[tensor]
-        for tensor, name in names.items():
-            found |= {tensor: name, name: name}
-            if tensor.get_uid() >= 0:
-                found[tensor.get_uid()] = name
-        return found
+        """What a variant pack may use as a key, or a canonical name -> the name in the graph."""
+        names = self._graph.recorder.names()
+        canonical = {
+            f"{node.name}::{port}": names[tensor]
+            for node in self._graph.recorder.nodes
+            for port, tensor in {**node.inputs, **node.outputs}.items()
+        }
+        return {**canonical, **keys_of(self._graph.recorder)}
 
     def _resolve(self, given: Any) -> str:
         names = self._names or self._look_up()

@@ -20,11 +20,7 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         graph.Graph, graph.Node, graph.Value,
-        ops.Rope, ops.RopeBackward, ops.RopeFreqsGrad, ops.RopePair, ops.Sdpa, ops.SdpaBackward,
-        ops.CacheWrite, ops.Scale, ops.Sum, ops.Matmul, ops.SplitQkv, ops.JoinQkv,
-        ops.MlaKvRope, ops.MlaKvRopeBackward,
-        ops.RmsNorm, ops.RmsNormBackward,
-        ops.NormRope, ops.NormRopeBackward, ops.NormRopePair,
+        *ops.NAMES,
         score_mod.ScoreProgram, score_mod.Instruction, score_mod.Ref, score_mod.Port,
         contract.FoldContract, contract.FoldEntry, contract.Turn,
     )

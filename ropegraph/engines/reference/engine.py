@@ -25,6 +25,7 @@ from ropegraph.engines.reference.sdpa import RunSdpa, RunSdpaBackward
 from ropegraph.ir.graph import singles
 from ropegraph.ir.norm import unfused
 from ropegraph.ir.ops import (
+    NAMES,
     CacheWrite,
     JoinQkv,
     Matmul,
@@ -53,27 +54,7 @@ class Reference:
     """Plain fp64 torch, on any device torch has: no fast path, no blocks, no shared formulas."""
 
     name = "reference"
-    ops: tuple[type[Op], ...] = (
-        Rope,
-        RopeBackward,
-        RopeFreqsGrad,
-        RopePair,
-        Sdpa,
-        SdpaBackward,
-        Scale,
-        Sum,
-        Matmul,
-        SplitQkv,
-        JoinQkv,
-        CacheWrite,
-        MlaKvRope,
-        MlaKvRopeBackward,
-        RmsNorm,
-        RmsNormBackward,
-        NormRope,
-        NormRopeBackward,
-        NormRopePair,
-    )
+    ops: tuple[type[Op], ...] = tuple(NAMES)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         match step.node.attrs:

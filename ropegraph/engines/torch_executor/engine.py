@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ropegraph.engines.torch_executor.exact import wide
 from ropegraph.engines.torch_executor.matmul import MatmulStep
 from ropegraph.engines.torch_executor.packed import JoinStep, SplitStep
 from ropegraph.engines.torch_executor.sequences import parts
 from ropegraph.ir.ops import (
-    CacheWrite,
+    NAMES,
     JoinQkv,
     Matmul,
     MlaKvRope,
@@ -20,10 +21,6 @@ from ropegraph.ir.ops import (
     Op,
     RmsNorm,
     RmsNormBackward,
-    Rope,
-    RopeBackward,
-    RopeFreqsGrad,
-    RopePair,
     Scale,
     Sdpa,
     SdpaBackward,
@@ -40,12 +37,7 @@ class TorchExecutor:
     """Plain torch: fast attention where that is exactly the same thing, blockwise elsewhere."""
 
     name = "torch"
-    ops: tuple[type[Op], ...] = (
-        Rope, RopeBackward, RopeFreqsGrad, RopePair, Sdpa, SdpaBackward, Scale, Sum,
-        Matmul, SplitQkv, JoinQkv, CacheWrite,
-        MlaKvRope, MlaKvRopeBackward,
-        RmsNorm, RmsNormBackward, NormRope, NormRopeBackward, NormRopePair,
-    )  # fmt: skip
+    ops: tuple[type[Op], ...] = tuple(NAMES)
 
     def why_not(self, step: Step, device: Device) -> tuple[str, ...]:
         """Every broken rule, none if it can."""
@@ -93,7 +85,7 @@ class _ScaleStep:
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         for out, x in parts(self.step, env, ("output", "input")):
-            out.copy_(_wide(x) * self.factor)
+            out.copy_(x.to(wide(x.dtype)) * self.factor)
 
 
 class _SumStep:
@@ -104,11 +96,8 @@ class _SumStep:
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         for out, first, *others in parts(self.step, env, self.ports):
-            total = _wide(first)
+            dtype = wide(first.dtype)
+            total = first.to(dtype)
             for term in others:
-                total = total + _wide(term)
+                total = total + term.to(dtype)
             out.copy_(total)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.double() if x.dtype.itemsize == 8 else x.float()
