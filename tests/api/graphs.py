@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import ropegraph
+from ropegraph.dtypes import torch_dtype
 from ropegraph.testing.inputs import normal, poisoned
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -48,7 +49,7 @@ def buffers(graph: ropegraph.pygraph) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in (*ir.inputs, *ir.outputs):
         value = ir.values[name]
-        dtype = getattr(torch, value.dtype.torch_name)
+        dtype = torch_dtype(value.dtype)
         if name in ir.outputs:
             found[name] = poisoned(value.dim, dtype, stride=value.stride)
         elif dtype.is_floating_point:
@@ -69,6 +70,17 @@ def run(graph: ropegraph.pygraph, **changed: Any) -> dict[str, Tensor]:
     found = outputs(graph, pack)
     assert not [name for name, x in found.items() if bool(x.isnan().any())]
     return found
+
+
+def execute(graph: ropegraph.pygraph, pack: dict[str, Any]) -> dict[str, Any]:
+    """What was given, and every output: poisoned before, in its declared strides."""
+    made = graph.lowered.recorded
+    pack = dict(pack)
+    for name in made.outputs:
+        value = made.values[name]
+        pack[name] = poisoned(value.dim, torch_dtype(value.dtype), stride=value.stride)
+    graph.execute(pack)
+    return pack
 
 
 def refused(

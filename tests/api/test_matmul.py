@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.testing import oracle
+from tests.api.graphs import execute
 
 F64 = torch.float64
 B, S, H_Q, H_KV, D, WIDTH = 2, 5, 4, 2, 8, 12
@@ -17,16 +18,6 @@ B, S, H_Q, H_KV, D, WIDTH = 2, 5, 4, 2, 8, 12
 
 def normal(*dim: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
     return torch.randn(dim, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def run(g: rg.pygraph, pack: dict[str, Any]) -> dict[str, Any]:
-    pack = dict(pack)
-    for name in g.lowered.recorded.outputs:
-        value = g.lowered.recorded.values[name]
-        dtype = getattr(torch, value.dtype.torch_name)
-        pack[name] = torch.empty_strided(value.dim, value.stride, dtype=dtype).fill_(torch.nan)
-    g.execute(pack)
-    return pack
 
 
 @pytest.mark.parametrize("engine", ["torch", "reference"])
@@ -37,12 +28,12 @@ def test_products_and_their_gradients(a: int, b: int, engine: str) -> None:
     c = g.matmul(g.tensor_like(left, name="a"), g.tensor_like(right, name="b"))
     c.set_output(True).set_name("c")
     back = g.backward_graph(["c"], ["a", "b"])
-    pack = run(g, {"a": left, "b": right})
+    pack = execute(g, {"a": left, "b": right})
     leaves = [left.clone().requires_grad_(), right.clone().requires_grad_()]
     want = leaves[0] @ leaves[1]
     torch.testing.assert_close(pack["c"], want.detach(), rtol=0, atol=1e-12)
     d_c = normal(*want.shape, seed=2)
-    grads = run(back, {"a": left, "b": right, "dc": d_c})
+    grads = execute(back, {"a": left, "b": right, "dc": d_c})
     for name, wanted in zip(("da", "db"), torch.autograd.grad(want, leaves, d_c), strict=True):
         torch.testing.assert_close(grads[name], wanted, rtol=0, atol=1e-12)
 
@@ -56,28 +47,34 @@ def exact(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
     return oracle.attention(oracle.rope(q, turn), k, v, attn_scale=0.3, keep=keep)[0]
 
 
-@pytest.mark.parametrize("fold", ["auto", "off", "symmetric"])
-def test_a_prefill_is_one_graph(fold: str) -> None:
+def checked_prefill(in_place: bool = False, **settings: Any) -> rg.pygraph:
+    """Projection, rotation and attention as one graph, right in both directions."""
     x, weight = normal(B, S, WIDTH), normal(1, WIDTH, (H_Q + 2 * H_KV) * D, seed=1)
     freqs = normal(S, 1, 1, D // 2, seed=2).float()
-    g = rg.pygraph(io_data_type=F64, fold=fold)
+    g = rg.pygraph(io_data_type=F64, **settings)
     qkv = g.matmul(g.tensor_like(x, name="x"), g.tensor_like(weight, name="w"), name="project")
     q, k, v = g.qkv_rope(
         qkv, g.tensor_like(freqs, name="freqs"), split=(H_Q, H_KV, H_KV), half_width=True,
-        name="turn",
+        in_place=in_place, name="turn",
     )  # fmt: skip
     o, _ = g.sdpa(q, k, v, 0.3, use_causal_mask=True, name="attn")
     o.set_output(True).set_name("o")
     back = g.backward_graph(["o"], ["x", "w"])
-    assert [s.name for s in g.plan.steps] == ["project", "turn_q+turn_k", "attn"]
-    pack = run(g, {"x": x, "w": weight, "freqs": freqs})
+    pack = execute(g, {"x": x, "w": weight, "freqs": freqs})
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     want = exact(*leaves, freqs)
     torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-11)
     d_o = normal(*want.shape, seed=3)
-    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    grads = execute(back, {n: pack[n] for n in back.saved} | {"do": d_o})
     for name, wanted in zip(("dx", "dw"), torch.autograd.grad(want, leaves, d_o), strict=True):
         torch.testing.assert_close(grads[name], wanted, rtol=0, atol=1e-10)
+    return g
+
+
+@pytest.mark.parametrize("fold", ["auto", "off", "symmetric"])
+def test_a_prefill_is_one_graph(fold: str) -> None:
+    g = checked_prefill(fold=fold)
+    assert [s.name for s in g.plan.steps] == ["project", "turn_q+turn_k", "attn"]
 
 
 def test_split_alone() -> None:
@@ -86,7 +83,7 @@ def test_split_alone() -> None:
     parts = g.split_qkv(g.tensor_like(qkv, name="qkv"), split=(H_Q, H_KV, H_KV))
     for tensor, name in zip(parts, "qkv", strict=True):
         g.scale(tensor, 2.0).set_output(True).set_name(f"{name}_twice")
-    pack = run(g, {"qkv": qkv})
+    pack = execute(g, {"qkv": qkv})
     heads = qkv.unflatten(2, (-1, D)).transpose(1, 2).split((H_Q, H_KV, H_KV), 1)
     for part, name in zip(heads, "qkv", strict=True):
         torch.testing.assert_close(pack[f"{name}_twice"], 2 * part, rtol=0, atol=0)
@@ -118,22 +115,4 @@ def test_arguments_without_a_meaning() -> None:
 
 def test_in_place_in_what_the_graph_makes_is_seen_by_nobody() -> None:
     """Forward and backward decide the fold alike: only what lies in a bound buffer is visible."""
-    x, weight = normal(B, S, WIDTH), normal(1, WIDTH, (H_Q + 2 * H_KV) * D, seed=1)
-    freqs = normal(S, 1, 1, D // 2, seed=2).float()
-    g = rg.pygraph(io_data_type=F64)
-    qkv = g.matmul(g.tensor_like(x, name="x"), g.tensor_like(weight, name="w"), name="project")
-    q, k, v = g.qkv_rope(
-        qkv, g.tensor_like(freqs, name="freqs"), split=(H_Q, H_KV, H_KV), half_width=True,
-        in_place=True, name="turn",
-    )  # fmt: skip
-    o, _ = g.sdpa(q, k, v, 0.3, use_causal_mask=True, name="attn")
-    o.set_output(True).set_name("o")
-    back = g.backward_graph(["o"], ["x", "w"])
-    pack = run(g, {"x": x, "w": weight, "freqs": freqs})
-    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    want = exact(*leaves, freqs)
-    torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-11)
-    d_o = normal(*want.shape, seed=3)
-    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
-    for name, wanted in zip(("dx", "dw"), torch.autograd.grad(want, leaves, d_o), strict=True):
-        torch.testing.assert_close(grads[name], wanted, rtol=0, atol=1e-10)
+    checked_prefill(in_place=True)

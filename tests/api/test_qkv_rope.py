@@ -13,6 +13,7 @@ from ropegraph.compile import lower
 from ropegraph.ir.ops import RopePair
 from ropegraph.lowering.engine import Device
 from ropegraph.testing import oracle
+from tests.api.graphs import execute
 
 F64 = torch.float64
 B, S, D = 2, 5, 8
@@ -75,7 +76,7 @@ def test_rotated_and_split(name: str) -> None:
     for x, n in zip(made, "qkv", strict=True):
         x.set_output(True).set_name(f"{n}_out")
     before = case.qkv.clone()
-    pack = run(g, {"qkv": case.qkv, "fq": q_freqs, "fk": k_freqs})
+    pack = execute(g, {"qkv": case.qkv, "fq": q_freqs, "fk": k_freqs})
     q, k, v = case.parts(case.qkv)
     turn = [t[:, 0, 0, : D // 2].double() for t in (q_freqs, k_freqs)]
     for n, want in (
@@ -118,26 +119,15 @@ def test_attention_and_its_gradient(name: str, fold: str) -> None:
     back = g.backward_graph(["o"], ["qkv"])
     assert [s.node.name for s in g.plan.steps] == ["turn_q+turn_k", "attn"]
     assert len(back.plan.steps) == 2
-    pack = run(g, {"qkv": case.qkv, "freqs": freqs()})
+    pack = execute(g, {"qkv": case.qkv, "freqs": freqs()})
     leaf = case.qkv.clone().requires_grad_()
     want = exact(case, leaf)
     torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-12)
     d_o = torch.randn(want.shape, dtype=F64, generator=torch.Generator().manual_seed(3))
-    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    grads = execute(back, {n: pack[n] for n in back.saved} | {"do": d_o})
     (wanted,) = torch.autograd.grad(want, leaf, d_o)
     torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
     assert grads["dqkv"].stride() == case.qkv.stride()
-
-
-def run(g: rg.pygraph, pack: dict[str, Any]) -> dict[str, Any]:
-    """Execute with poisoned outputs of the declared strides."""
-    pack = dict(pack)
-    for name in g.lowered.recorded.outputs:
-        value = g.lowered.recorded.values[name]
-        dtype = getattr(torch, value.dtype.torch_name)
-        pack[name] = torch.empty_strided(value.dim, value.stride, dtype=dtype).fill_(torch.nan)
-    g.execute(pack)
-    return pack
 
 
 ONE_LEVEL = [n for n in LAYOUTS if n not in ("groups", "groups, sbhd")]
@@ -152,7 +142,7 @@ def test_in_place(name: str) -> None:
     version = qkv._version
     g = attention(case, in_place=True)
     back = g.backward_graph(["o"], ["qkv"])
-    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    pack = execute(g, {"qkv": qkv, "freqs": freqs()})
     assert qkv._version > version
     torch.testing.assert_close(pack["o"], want, rtol=0, atol=1e-12)
     q, k, v = case.parts(qkv)
@@ -164,7 +154,7 @@ def test_in_place(name: str) -> None:
     assert "visible" in g.explain()
     leaf = case.qkv.clone().requires_grad_()
     d_o = torch.randn(want.shape, dtype=F64)
-    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    grads = execute(back, {n: pack[n] for n in back.saved} | {"do": d_o})
     (wanted,) = torch.autograd.grad(exact(case, leaf), leaf, d_o)
     torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
 
@@ -174,14 +164,14 @@ def test_in_place_asked_for_with_a_fold() -> None:
     qkv = case.qkv.clone()
     g = attention(case, in_place=True, fold="q")
     back = g.backward_graph(["o"], ["qkv"])
-    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    pack = execute(g, {"qkv": qkv, "freqs": freqs()})
     torch.testing.assert_close(pack["o"], exact(case, case.qkv), rtol=0, atol=1e-12)
     turn = freqs()[:, 0, 0, : D // 2].double()
     q = case.parts(case.qkv)[0]
     torch.testing.assert_close(case.parts(qkv)[0], 0.4 * oracle.rope(q, turn), rtol=0, atol=1e-12)
     leaf = case.qkv.clone().requires_grad_()
     d_o = torch.randn(pack["o"].shape, dtype=F64)
-    grads = run(back, {n: pack[n] for n in back.saved} | {"do": d_o})
+    grads = execute(back, {n: pack[n] for n in back.saved} | {"do": d_o})
     (wanted,) = torch.autograd.grad(exact(case, leaf), leaf, d_o)
     torch.testing.assert_close(grads["dqkv"], wanted, rtol=0, atol=1e-12)
 
@@ -197,7 +187,7 @@ def test_in_place_with_heads_in_two_levels(name: str) -> None:
         q_output_scale=0.3, in_place=True,
     )  # fmt: skip
     assert q.get_dim() == [B, 2, 3, S, D]
-    run(g, {"qkv": qkv, "freqs": freqs()})
+    execute(g, {"qkv": qkv, "freqs": freqs()})
     turn = freqs()[:, 0, 0, : D // 2].double()
     (q0, k0, v0), (q1, k1, v1) = case.parts(case.qkv), case.parts(qkv)
     torch.testing.assert_close(q1, 0.3 * oracle.rope(q0, turn), rtol=0, atol=1e-12)
@@ -265,7 +255,7 @@ def test_the_backward_by_hand(name: str) -> None:
         k_output_scale=1.7,
     )
     made.set_stride(case.qkv.stride()).set_output(True).set_name("dqkv")
-    pack = run(g, {"dq": d_q, "dk": d_k, "dv": d_v, "freqs": freqs()})
+    pack = execute(g, {"dq": d_q, "dk": d_k, "dv": d_v, "freqs": freqs()})
     leaf = case.qkv.clone().requires_grad_()
     q, k, v = case.parts(leaf)
     turn = freqs()[:, 0, 0, : D // 2].double()
@@ -283,7 +273,7 @@ def test_a_gradient_that_is_missing_is_zero() -> None:
     q.set_output(True).set_name("q")
     back = g.backward_graph(["q"], ["qkv"])
     d_q = torch.randn(B, S, 6, D, dtype=F64).transpose(1, 2)
-    grads = run(back, {"dq": d_q, "freqs": freqs()})
+    grads = execute(back, {"dq": d_q, "freqs": freqs()})
     assert torch.equal(grads["dqkv"][:, :, 6:], torch.zeros(B, S, 4, D, dtype=F64))
     assert grads["dqkv"][:, :, :6].abs().min() > 0
 
@@ -296,7 +286,7 @@ def test_a_packed_tensor_made_by_the_graph_itself() -> None:
     q, k, v = g.qkv_rope(qkv, g.tensor_like(freqs(), name="freqs"), split=case.split)
     o, _ = g.sdpa(q, k, v, 0.4, use_causal_mask=True)
     o.set_output(True).set_name("o")
-    pack = run(g, {"x": case.qkv, "freqs": freqs()})
+    pack = execute(g, {"x": case.qkv, "freqs": freqs()})
     torch.testing.assert_close(pack["o"], exact(case, 2 * case.qkv), rtol=0, atol=1e-12)
 
 
@@ -306,7 +296,7 @@ def test_a_serialized_graph_is_the_same_graph() -> None:
     again = rg.pygraph().deserialize(g.serialize())
     assert again.key == g.key
     qkv = case.qkv.clone()
-    pack = run(again, {"qkv": qkv, "freqs": freqs()})
+    pack = execute(again, {"qkv": qkv, "freqs": freqs()})
     torch.testing.assert_close(pack["o"], exact(case, case.qkv), rtol=0, atol=1e-12)
 
 
@@ -363,7 +353,7 @@ def test_a_copy_of_v_does_not_rewrite_qkv() -> None:
     for x, n in zip(made, "qkv", strict=True):
         x.set_output(True).set_name(f"{n}_out")
     version = qkv._version
-    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    pack = execute(g, {"qkv": qkv, "freqs": freqs()})
     assert not g.plan.graph.rewritten
     assert qkv._version == version
     assert torch.equal(pack["v_out"], case.parts(case.qkv)[2])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ropegraph.engines.cuda_rope.engine import CudaRope
 from ropegraph.ir.ops import Rope
-from ropegraph.lowering.engine import Device, Executable
+from ropegraph.lowering.engine import Executable
+from tests.gpu.attention import here
 from tests.kernels import test_host as plans
 from tests.kernels.cases import Case, case, check, expected
 
@@ -28,11 +29,9 @@ def needs_cupy() -> None:
 
 
 def build(given: Case) -> Any:
-    major, minor = torch.cuda.get_device_capability()
-    device = Device("cuda", torch.cuda.current_device(), 10 * major + minor)
     engine = CudaRope()
-    assert engine.why_not(given.step, device) == ()
-    return engine.compile(given.step, device)
+    assert engine.why_not(given.step, here()) == ()
+    return engine.compile(given.step, here())
 
 
 def stream() -> int:

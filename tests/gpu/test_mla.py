@@ -14,7 +14,8 @@ from ropegraph.ir.ops import MXFP8_PORTS, MlaKvRope, MlaKvRopeBackward
 from ropegraph.lowering.engine import Device
 from tests.engines import mxfp8_by_hand as by_hand
 from tests.engines.mla_cases import edges, inputs
-from tests.gpu.test_cuda_rope import on_gpu, stream
+from tests.gpu.attention import here
+from tests.gpu.test_cuda_rope import build, on_gpu, stream
 from tests.kernels.cases import Case, offset_by
 from tests.kernels.mla_cases import (
     BF16,
@@ -39,13 +40,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def needs_cupy() -> None:
     pytest.importorskip("cupy")
-
-
-def build(given: Case) -> Any:
-    major, minor = torch.cuda.get_device_capability()
-    device = Device("cuda", torch.cuda.current_device(), 10 * major + minor)
-    assert CudaRope().why_not(given.step, device) == ()
-    return CudaRope().compile(given.step, device)
 
 
 def run_and_check(what: str, given: Case, want: dict[str, Tensor] | None = None) -> None:
@@ -92,11 +86,11 @@ def test_bytes_by_hand(table: torch.dtype, shift: int) -> None:
 def test_the_torch_executor_has_the_same_bytes_on_the_device() -> None:
     given = edges(inputs(2, 4, 64, 128, 128, 64, BF16, BF16), 128)
     for op in (MlaKvRope(128, "mxfp8"), MlaKvRope(128)):
-        here = case(op, given, outputs(op, given, random.Random(0), ("bshd",)))
-        want = expected(here, "torch")
-        there = on_gpu(here)
-        TorchExecutor().compile(here.step, Device("cuda"))(there.env, stream())
-        for port in here.written:
+        near = case(op, given, outputs(op, given, random.Random(0), ("bshd",)))
+        want = expected(near, "torch")
+        there = on_gpu(near)
+        TorchExecutor().compile(near.step, Device("cuda"))(there.env, stream())
+        for port in near.written:
             got = there.at(port).cpu()
             exact = want[port] if port in MXFP8_PORTS else want[port].to(BF16)
             assert ((got == exact) | (got.isnan() & exact.isnan())).all(), port
@@ -126,10 +120,8 @@ def large(b: int, h: int, s: int, nope: int, v: int, r: int) -> dict[str, Tensor
 
 
 def run_engine(engine: Any, op: Any, given: dict[str, Tensor], written: dict[str, Tensor]) -> None:
-    major, minor = torch.cuda.get_device_capability()
-    device = Device("cuda", torch.cuda.current_device(), 10 * major + minor)
     one = case(op, given, written)
-    engine.compile(one.step, device)(one.env, stream())
+    engine.compile(one.step, here())(one.env, stream())
 
 
 @pytest.mark.parametrize(

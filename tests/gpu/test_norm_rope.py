@@ -9,9 +9,7 @@ from torch import Tensor
 
 import ropegraph
 from ropegraph import norm_forward_phase
-from ropegraph.engines.cuda_rope.engine import CudaRope
-from ropegraph.lowering.engine import Device
-from tests.gpu.test_cuda_rope import on_gpu
+from tests.gpu.test_cuda_rope import build, on_gpu
 from tests.kernels import test_norm_host as plans
 from tests.kernels.cases import Case
 from tests.kernels.norm_cases import Plan, check, expected, made, pair
@@ -32,11 +30,7 @@ def needs_cupy() -> None:
 
 def run(given: Case) -> tuple[Case, Any]:
     """The case on the GPU, and its executable."""
-    major, minor = torch.cuda.get_device_capability()
-    device = Device("cuda", torch.cuda.current_device(), 10 * major + minor)
-    engine = CudaRope()
-    assert engine.why_not(given.step, device) == ()
-    exe: Any = engine.compile(given.step, device)
+    exe = build(given)
     there = on_gpu(given)
     scratch = torch.full((exe.workspace_bytes,), 255, dtype=torch.uint8, device="cuda")
     exe([*there.env, scratch], torch.cuda.current_stream().cuda_stream)
@@ -159,9 +153,7 @@ def test_a_graph_with_attention(norm_first: bool, whole: bool):
 def test_captured_and_replayed():
     given = made(Plan(4, True, r=128, d=128, dim=(2, 4, 64)))
     want = expected(given)
-    major, minor = torch.cuda.get_device_capability()
-    device = Device("cuda", torch.cuda.current_device(), 10 * major + minor)
-    exe: Any = CudaRope().compile(given.step, device)
+    exe = build(given)
     there = on_gpu(given)
     env = [*there.env, torch.empty(exe.workspace_bytes, dtype=torch.uint8, device="cuda")]
     exe(env, torch.cuda.current_stream().cuda_stream)
