@@ -142,6 +142,13 @@ class Graph:
     def node(self, name: str) -> Node[Op]:
         return next(n for n in self.nodes if n.name == name)
 
+    def free_name(self, wanted: str) -> str:
+        """A name for one more node."""
+        taken = {node.name for node in self.nodes}
+        while wanted in taken:
+            wanted += "+"
+        return wanted
+
     @property
     def singles(self) -> tuple[Node[Any], ...]:
         """The nodes, each Pair as those that it stands for."""

@@ -16,6 +16,7 @@ backward a weight that all heads share. In fp64 all runs on torch anyway, and is
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from ropegraph.dtypes import DType, short
@@ -108,10 +109,7 @@ def _backward_edit(
 
 
 def _edit(graph: Graph, fused: Node[Any], *parts: Node[Any]) -> Edit:
-    name, taken = fused.name, {n.name for n in graph.nodes}
-    while name in taken:
-        name += "+"
-    fused = Node(name, fused.attrs, fused.inputs, fused.outputs)
+    fused = replace(fused, name=graph.free_name(fused.name))
     names = " and ".join(p.name for p in parts)
     return Edit((fused,), tuple(p.name for p in parts), f"one launch for {names}")
 

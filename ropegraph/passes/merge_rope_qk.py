@@ -64,13 +64,10 @@ def merged(graph: Graph, first: Node[Any], second: Node[Any]) -> Edit | Decline:
 def joined(graph: Graph, parts: Sequence[Node[Any]], removed: tuple[str, ...]) -> Edit:
     """One launch for two or three nodes.  removed: the nodes that it takes the place of."""
     names = tuple(part.name for part in parts)
-    name, taken = "+".join(names), {n.name for n in graph.nodes}
-    while name in taken:
-        name += "+"
     is_normed = isinstance(parts[0].attrs, (NormRope, NormRopeBackward))
     kind: Any = NormRopePair if is_normed else RopePair
     pair = Node(
-        name,
+        graph.free_name("+".join(names)),
         kind(tuple(part.attrs for part in parts), names),
         {f"{p}{i}": v for i, n in enumerate(parts) for p, v in n.inputs.items()},
         {f"{p}{i}": v for i, n in enumerate(parts) for p, v in n.outputs.items()},
