@@ -41,5 +41,5 @@ class MatmulOps:
                 f"{where}: compute_data_type={compute_data_type!r}; sums are fp32, fp64 for fp64 "
                 "data; leave it out"
             )
-        ports = {p: self.recorder.adopt(x, f"{where}: {p}") for p, x in (("A", A), ("B", B))}
+        ports = self.recorder.adopt_all({"A": A, "B": B}, where)
         return self.recorder.record(Matmul(), name, ports, ("C",))["C"]

@@ -65,7 +65,7 @@ class MlaOps:
         where = f"mla_kv_rope {name!r}"
         refuse_unknown(where, fe_arguments, {}, known=("nope_dim", "quantize"))
         given = {"kv": kv, "k_rope": k_rope, "cos": cos, "sin": sin}
-        ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in given.items()}
+        ports = self.recorder.adopt_all(given, where)
         width = (ports["kv"].get_dim() or [0])[-1]
         if nope_dim is None and width % 2:
             raise GraphError(
@@ -109,7 +109,7 @@ class MlaOps:
         refuse_unknown(where, fe_arguments, {}, known=("nope_dim", "v_dim"))
         grads = {"dKey": dKey, "dValue": dValue}
         given = {p: t for p, t in grads.items() if t is not None} | {"cos": cos, "sin": sin}
-        ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in given.items()}
+        ports = self.recorder.adopt_all(given, where)
         dims = {p: t.get_dim() or [0] for p, t in ports.items()}
         nope, v = (
             None if n is None else as_count(n, f"{where}: {argument}")

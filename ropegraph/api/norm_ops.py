@@ -59,7 +59,7 @@ class NormOps:
         if attrs.epsilon < 0:
             raise GraphError(f"{where}: epsilon={attrs.epsilon:g} is negative; use 0 or more")
         is_training = _phase(norm_forward_phase, where) is not phases.INFERENCE
-        ports = self._adopted(where, {"input": input, "scale": scale})
+        ports = self.recorder.adopt_all({"input": input, "scale": scale}, where)
         outputs = ("Y", "inv_variance") if is_training else ("Y",)
         made = self.recorder.record(attrs, name, ports, outputs)
         return [shaped_like(made["Y"], ports["input"]), made.get("inv_variance")]
@@ -95,12 +95,9 @@ class NormOps:
             compute=as_compute(compute_data_type, f"{where}: compute_data_type"),
         )
         given = {"grad": grad, "input": input, "scale": scale, "inv_variance": inv_variance}
-        ports = self._adopted(where, given)
+        ports = self.recorder.adopt_all(given, where)
         made = self.recorder.record(attrs, name, ports, ("DX", "Dscale"))
         return [shaped_like(made["DX"], ports["input"]), made["Dscale"], None]
-
-    def _adopted(self, where: str, given: dict[str, Any]) -> dict[str, Tensor]:
-        return {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in given.items()}
 
 
 def _phase(given: object, where: str) -> phases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ropegraph.api.angle_source import SOURCE_KEYWORDS
 from ropegraph.api.checks import as_count, as_flag, as_list, as_name
 from ropegraph.api.recording import Recorder
 from ropegraph.api.rope_ops import RopeOps
@@ -12,9 +13,6 @@ from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import JoinQkv, SplitQkv
 from ropegraph.ir.packed import PARTS, parts_of, view_of
-
-# Where angles may come from.
-SOURCES = ("freqs", "cos", "sin", "cos_sin", "inv_freq")
 
 
 class QkvOps(RopeOps):
@@ -137,9 +135,9 @@ def _keywords(part: str, given: dict[str, Any]) -> dict[str, Any]:
     shared = {n: v for n, v in given.items() if not n.startswith("k_")}
     if part == "q" or not own:
         return shared
-    if any(n in own for n in SOURCES):
+    if any(n in own for n in SOURCE_KEYWORDS):
         # One source of angles: what K has of its own takes the place of all of Q's.
-        shared = {n: v for n, v in shared.items() if n not in SOURCES}
+        shared = {n: v for n, v in shared.items() if n not in SOURCE_KEYWORDS}
     return shared | own
 
 

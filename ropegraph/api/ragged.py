@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ropegraph.api.angle_source import SOURCE_KEYWORDS
 from ropegraph.api.recording import RecordedNode
 from ropegraph.api.tensor import Tensor
 from ropegraph.dtypes import INDEX, DType
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import (
-    ANGLE_PORTS,
     POSITION_PORTS,
     Attention,
     Norm,
@@ -19,7 +19,7 @@ from ropegraph.ir.ops import (
 
 _RAGGED_PORTS = ("q", "k", "v", "o", "dO", "stats", "input", "dY")
 # What a rotation looks up: dense beside ragged data.
-_INDEXED = (*(p for ports in ANGLE_PORTS.values() for p in ports), "dfreqs", *POSITION_PORTS)
+_INDEXED = (*SOURCE_KEYWORDS, "dfreqs", *POSITION_PORTS)
 
 
 def check_ragged(node: RecordedNode) -> None:

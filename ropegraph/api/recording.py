@@ -89,6 +89,10 @@ class Recorder:
             return self._adopted[id(given)][1]
         raise GraphError(f"{where}={given!r:.60} is not a tensor of this graph or a torch tensor")
 
+    def adopt_all(self, given: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+        """The handles of several arguments, by port."""
+        return {port: self.adopt(tensor, f"{where}: {port}") for port, tensor in given.items()}
+
     def node_name(self, kind: type[Op], given: object) -> str:
         """The caller's name, or ``<op>.<n>``.  Raises GraphError on a duplicate."""
         taken, word = {n.name for n in self.nodes}, NAMES[kind]

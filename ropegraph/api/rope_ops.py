@@ -135,7 +135,7 @@ class RopeOps:
         data = self.recorder.adopt(options.pop(port), f"{where}: {port}")
         dim = data.get_dim()
         attrs, tensors = rotation(kind, where, dim[-1] if dim else 0, **options)
-        ports = {p: self.recorder.adopt(t, f"{where}: {p}") for p, t in tensors.items()}
+        ports = self.recorder.adopt_all(tensors, where)
         _, out_port = data_ports(attrs)
         into = cache_ports(self.recorder, where, cache, rows)
         if into:

@@ -71,7 +71,7 @@ class SdpaOps:
         given = dict(locals())
         name = self.recorder.node_name(Sdpa, name)
         where = f"sdpa {name!r}"
-        ports = self._data(where, given, ("q", "k", "v"))
+        ports = self.recorder.adopt_all({"q": q, "k": k, "v": v}, where)
         tables = {n: given[n] for n in ("paged_attention_k_table", "paged_attention_v_table")}
         paged = _paged(where, tables, paged_attention_max_seq_len_kv)
         s_kv = _sequence(ports["k"]) if paged is None else paged
@@ -132,7 +132,8 @@ class SdpaOps:
         given = dict(locals())
         name = self.recorder.node_name(SdpaBackward, name)
         where = f"sdpa_backward {name!r}"
-        ports = self._data(where, given, ("q", "k", "v", "o", "dO", "stats"))
+        data = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
+        ports = self.recorder.adopt_all(data, where)
         args = attention.AttentionArguments(where, self.recorder, ports["q"], _sequence(ports["k"]))
         if score_mod_bprop is not None and score_mod is None:
             raise GraphError(f"{where}: score_mod_bprop without score_mod; give both")
@@ -148,11 +149,6 @@ class SdpaOps:
             SdpaBackward(**args.attrs), name, ports | args.ports, (*_GRADS, *extra), extra
         )
         return [shaped_like(made[grad], ports[source]) for grad, source in _GRADS.items()]
-
-    def _data(
-        self, where: str, given: Mapping[str, Any], names: tuple[str, ...]
-    ) -> dict[str, Tensor]:
-        return {n: self.recorder.adopt(given[n], f"{where}: {n}") for n in names}
 
 
 def _sequence(tensor: Tensor) -> int:
