@@ -53,15 +53,15 @@ class Runnable:
             in_arena: [p for p in parts if (p[2].within in plan.workspace) is in_arena]
             for in_arena in (False, True)
         }
+        # Launches by address know nothing of torch's modes, and entering those takes 4 us.
+        self._by_address = all(getattr(e, "launches_by_address", False) for e in executables)
         # What is read on the host while steps are called would be frozen into a capture.
         self._may_capture = (
             self._on_cuda
             and find_spec("cupy") is not None  # what captures and launches
             and not any(v.is_host and v.constant is None for v in plan.graph.values.values())
-            and all(getattr(e, "can_be_captured", False) for e in executables)
+            and self._by_address
         )
-        # Launches by address know nothing of torch's modes, and entering those takes 4 us.
-        self._calls_torch = any(getattr(e, "calls_torch", True) for e in executables)
         self._local = _Local()
 
     def __call__(
@@ -124,7 +124,7 @@ class Runnable:
             self._local.shortcuts.add(pack, self.replays(self.current_stream))
 
     def _run(self, env: list[Any], stream: int) -> None:
-        if not self._calls_torch:
+        if self._by_address:
             self._launch(env, stream)
             return
         if self._on_cuda and stream != self.current_stream:

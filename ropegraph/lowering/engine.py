@@ -57,10 +57,10 @@ class Executable(Protocol):
 
     env: a tensor per slot, and last the scratch memory, a uint8 tensor of at least what the
     executable's ``workspace_bytes`` asks for (no such attribute: none).
-    An executable with ``can_be_captured = True`` launches on the stream, reads nothing on the host
-    and allocates nothing, so that its launches may be captured once and replayed.
+    An executable with ``launches_by_address = True`` only launches on the stream: it reads nothing
+    on the host and allocates nothing, so that its launches may be captured once and replayed, and
+    does the same in every mode of torch: gradients, autocast.
     One with ``needs_alignment = True`` wants its floating tensors at multiples of 16 bytes.
-    One with ``calls_torch = False`` does the same in every mode of torch: gradients, autocast.
     """
 
     def __call__(self, env: Sequence[Any], stream: int) -> None: ...

@@ -32,8 +32,7 @@ class Launcher(Generic[K]):
     where none are read.
     """
 
-    can_be_captured = True
-    calls_torch = False
+    launches_by_address = True
 
     def __init__(
         self, name: str, loaded: Loaded, slow: K, fast: K, flag: Tensor | None = None
@@ -79,8 +78,7 @@ class Launcher(Generic[K]):
 class Nothing:
     """Nothing to rotate, nothing to launch."""
 
-    can_be_captured = True
-    calls_torch = False
+    launches_by_address = True
 
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         return

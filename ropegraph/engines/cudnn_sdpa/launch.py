@@ -48,8 +48,7 @@ class Launch:
     workspace_bytes: scratch memory that it needs while it runs.
     """
 
-    can_be_captured = True
-    calls_torch = False  # but for a repair, which sees to torch's modes by itself
+    launches_by_address = True  # but for a repair, which sees to torch's modes by itself
     needs_alignment = True
 
     def __init__(self, name: str, recipe: Recipe, plan: BuiltPlan) -> None:
