@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import log10, sqrt
 from typing import Any, cast
 
 import torch
@@ -63,7 +63,9 @@ class ScaleCheck:
             return f"{head}: WRONG {self.fault}"
         if self.unchecked:
             return f"{head} unchecked: {self.unchecked}"
-        text = f"{head}: {self.expected:.9g} expected, {self.found:.9g} found"
+        # Two digits more than the tolerance speaks of.
+        digits = min(17, 2 + max(2, int(-log10(self.tolerance))))
+        text = f"{head}: {self.expected:.{digits}g} expected, {self.found:.{digits}g} found"
         text += f", tolerance {self.tolerance:.2g}"
         text += "" if self.is_sharp else ", more than four roundings"
         return text if self.is_ok else f"{text}  WRONG FOLD"

@@ -40,32 +40,32 @@ class Clock:
         On a CPU both are the same. On a GPU device time is between two events on torch's current
         stream, and host time is until the call returns, on an idle queue.
         """
-        before()
-        first = self._once(work)[1]
-        rounds = max(ROUNDS[0], min(ROUNDS[1], int(self.seconds / max(first, 1e-7))))
-        pairs: list[tuple[float, float]] = []
-        for _ in range(rounds):
-            before()
-            pairs.append(self._once(work))
+        spent = [sum(self._once(work, before)) for _ in range(2)]
+        rounds = max(ROUNDS[0], min(ROUNDS[1], int(self.seconds / max(min(spent), 1e-7))))
+        pairs = [self._once(work, before) for _ in range(rounds)]
         device, host = (statistics.median(times) for times in zip(*pairs, strict=True))
         return device, host
 
-    def _once(self, work: Callable[[], object]) -> tuple[float, float]:
+    def _once(
+        self, work: Callable[[], object], before: Callable[[], object]
+    ) -> tuple[float, float]:
+        before()
         if not self.is_cuda:
             start = time.perf_counter()
             work()
             spent = time.perf_counter() - start
             return spent, spent
+        stream = torch.cuda.current_stream(self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         began = time.perf_counter()
         work()
         host = time.perf_counter() - began
-        torch.cuda.synchronize(self.device)
+        before()
         self._flush.zero_()
-        start.record()
+        start.record(stream)
         work()
-        end.record()
+        end.record(stream)
         torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) / 1e3, host
 
