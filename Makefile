@@ -11,7 +11,8 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types examples notebooks format bench clean gpu-test
+.PHONY: help setup demo verify doctor test check lint types examples notebooks format bench clean \
+	gpu-test
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +33,12 @@ $(STAMP): pyproject.toml constraints.txt
 # Threads that wait for each other asleep, not spinning, get along with whatever else runs.
 demo: $(STAMP)  ## the main job: graphs, folds, error table, training on a real text (under 3 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph demo $(ARGS)
+
+verify: $(STAMP)  ## the fold table on this machine, every row, forward and backward, by every engine
+	$(BIN)/python -m ropegraph verify $(ARGS)
+
+doctor: $(STAMP)  ## versions, devices, and which engine serves what: for a bug report
+	$(BIN)/python -m ropegraph doctor $(ARGS)
 
 test: $(STAMP)  ## every test that needs no GPU, in two processes of one thread each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)

@@ -13,6 +13,10 @@ import torch
 import ropegraph as rg
 from ropegraph.cli.bench import command as bench
 from ropegraph.cli.demo import command as demo
+from ropegraph.cli.doctor import command as doctor
+from ropegraph.cli.refusal import Refusal
+from ropegraph.cli.show import command as show
+from ropegraph.cli.verify import command as verify
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     version = f"ropegraph {rg.__version__}, torch {torch.__version__}"
     whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    demo.add_to(commands)
-    bench.add_to(commands)
+    for command in (demo, verify, bench, doctor, show):
+        command.add_to(commands)
     return whole
 
 
@@ -37,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         return options.run(options)
+    except Refusal as refusal:
+        print(f"python -m ropegraph: {' '.join(str(refusal).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import log, log10, sqrt
 from typing import Any, cast
 
 import torch
@@ -36,7 +36,7 @@ class ScaleCheck:
 
     what: "product: q_rot, k_rot", what their q.k has still to be multiplied by to be a natural
     logit; or "split: q_rot", what the rows of q_rot carry.
-    tolerance: the relative difference that is allowed.  is_sharp: four roundings would show.
+    tolerance: how far their logarithms may be apart.  is_sharp: four roundings would show.
     unchecked: why it could not be told, else "".  fault: what is wrong besides the scale, else "".
     """
 
@@ -54,8 +54,15 @@ class ScaleCheck:
         """True unless it was checked and found wrong."""
         if self.fault:
             return False
-        gap = abs(self.found - self.expected)
-        return bool(self.unchecked) or gap <= self.tolerance * abs(self.expected)
+        return bool(self.unchecked) or self._is_near
+
+    @property
+    def _is_near(self) -> bool:
+        if abs(self.found - self.expected) <= self.tolerance * abs(self.expected):
+            return True
+        # The tolerance is that of a logarithm, which shows where it is no small one.
+        ratio = self.found / self.expected if self.expected else 0.0
+        return ratio > 0.0 and abs(log(ratio)) <= self.tolerance
 
     def __str__(self) -> str:
         head = f"{self.node}: {self.what}"
@@ -63,7 +70,9 @@ class ScaleCheck:
             return f"{head}: WRONG {self.fault}"
         if self.unchecked:
             return f"{head} unchecked: {self.unchecked}"
-        text = f"{head}: {self.expected:.9g} expected, {self.found:.9g} found"
+        # Two digits more than the tolerance speaks of.
+        digits = min(17, 2 + max(2, int(-log10(self.tolerance))))
+        text = f"{head}: {self.expected:.{digits}g} expected, {self.found:.{digits}g} found"
         text += f", tolerance {self.tolerance:.2g}"
         text += "" if self.is_sharp else ", more than four roundings"
         return text if self.is_ok else f"{text}  WRONG FOLD"

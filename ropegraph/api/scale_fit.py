@@ -22,7 +22,8 @@ SYSTEMATIC = 1.0
 SIGMAS = 6.0
 # Errors of exp and log, of the sum and of the logits, in roundings of the type that computes.
 ARITHMETIC = 0.6
-STEPS, SMALL_STEP = 60, 1e-4
+STEPS, SMALL_STEP, MOST = 60, 1e-4, 100.0
+NOISE = 4.0
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -41,7 +42,7 @@ class Fit:
     """A scale as found in numbers, relative to the one they should carry.
 
     ratio: found / expected.  sigma: the standard error of ratio.  left_over: the root mean square
-    of what no ratio explains, of norms relative to them.
+    of what no ratio explains; of norms nor rounding, and relative to them.
     """
 
     ratio: float
@@ -71,8 +72,8 @@ def fit_norms(got: Tensor, exact: Tensor, dtype: torch.dtype, compute: torch.dty
     ratio = sqrt(float(x.square().sum()) / size) * (-1.0 if product < 0 else 1.0)
     error = errors_of(y, dtype) + 4 * rounding(compute) * sqrt(size / y.numel())
     sigma = float((y * error).square().sum().sqrt()) / size / sqrt(3)
-    left_over = sqrt(float((x - product / size * y).square().sum()) / size)
-    return Fit(ratio, sigma, left_over)
+    left_over = float((x - product / size * y).square().sum()) - float(error.square().sum())
+    return Fit(ratio, sigma, sqrt(max(0.0, left_over) / size))
 
 
 # The log-sum-exp of rows whose q.k are multiplied by a factor, a tensor that broadcasts to them.
@@ -91,25 +92,36 @@ def fit_product(
     log_ratio = 0.0
     found = _linear(rows, stats, log_ratio, unit)
     for _ in range(STEPS):
-        # What the square of a step this small would change is below its own error.
-        if found is None or abs(found.step) < SMALL_STEP:
+        # What the square of a step this small would change is below its own error. And what
+        # explains noise by noise would lead far away.
+        if found is None or abs(found.step) < SMALL_STEP or found.is_noise:
             break
         log_ratio += max(-1.0, min(1.0, found.step))
         found = _linear(rows, stats, log_ratio, unit)
     if found is None:
         return None
     sigma = sqrt(found.variance + found.from_rounding(q, k, dtypes[0]))
-    return Fit(exp(log_ratio + found.step), sigma, found.left_over)
+    step = max(-MOST, min(MOST, log_ratio + found.step))
+    return Fit(exp(step), sigma, found.left_over)
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """Least squares of stats - rows on their slopes.  combined: sum of weights * rows."""
+    """Least squares of stats - rows on their slopes.
+
+    combined: the sum of weights * rows.  scatter: of what is left over, in variances of the noise.
+    """
 
     step: float
+    scatter: float
     variance: float
     left_over: float
     combined: Tensor
+
+    @property
+    def is_noise(self) -> bool:
+        """True if arithmetic alone explains what is off, the step included."""
+        return self.scatter < NOISE and abs(self.step) <= SIGMAS * sqrt(self.variance)
 
     def from_rounding(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> float:
         """The variance of the step if stats belong to q and k as they were before rounding."""
@@ -141,4 +153,4 @@ def _linear(rows: Rows, stats: Tensor, log_ratio: float, unit: float) -> _Linear
     # Where rows scatter more than arithmetic does, so does the step.
     scatter = float((weight * rest).sum()) / max(1, chosen.numel() - 1)
     combined = ((weight * slope / total) * chosen).sum()
-    return _Linear(step, max(1.0, scatter) / total, sqrt(float(rest.mean())), combined)
+    return _Linear(step, scatter, max(1.0, scatter) / total, sqrt(float(rest.mean())), combined)

@@ -226,8 +226,10 @@ def _compare(about: OutputCheck, got: Tensor, exact: Tensor) -> OutputCheck:
     a, b = got.double()[finite], exact[finite]
     if not b.numel():
         return about
-    unit = torch.finfo(got.dtype).eps * b.abs().clamp_min(float(b.square().mean().sqrt()))
-    # An exact row of zeros is compared as it is: any error there is infinitely many roundings.
+    info = torch.finfo(got.dtype)
+    unit = info.eps * b.abs().clamp_min(float(b.square().mean().sqrt()))
+    # Nothing lies between the smallest numbers of a type.
+    unit = unit.clamp_min(info.smallest_normal * info.eps)
     off = torch.where(a == b, 0.0, (a - b).abs() / unit)
     largest, mean = float(off.max()), sqrt(float(off.square().mean()))
     if nonfinite:

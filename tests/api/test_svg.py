@@ -211,6 +211,13 @@ def test_a_notebook_shows_the_graph_before_and_after_build():
     assert g._repr_svg_() == g.to_svg("lowered") != before
 
 
+def test_the_context_manager_is_shown_as_well():
+    with rg.Graph(inputs=["x"], outputs=["y"]) as g:
+        x = g.tensor((1, 2, 3, 4), data_type=torch.float32, name="x")
+        g.scale(x, 2.0, name="twice").set_output(True).set_name("y")
+    assert "twice (scale)" in g._repr_svg_()
+
+
 def test_a_recording_that_is_no_graph_yet_has_no_drawing():
     g = new()
     assert g._repr_svg_() is None

@@ -1,12 +1,27 @@
 """verify() on 1,000 wrong folds and 1,000 right ones made by hand, and on what engines make."""
 
 import random
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import ropegraph as rg
 from ropegraph.api.contract_check import ScaleCheck
-from tests.numerics.fold_trials import Case, Wrong, random_case, random_delta
+from ropegraph.testing import oracle
+from ropegraph.testing.inputs import normal
+from tests.api.graphs import buffers
+from tests.numerics.fold_trials import (
+    DTYPES,
+    SETTINGS,
+    Case,
+    Wrong,
+    random_case,
+    random_delta,
+)
 
 CASES, TRIALS = 25, 10
 # Of these, two leave the product right, and only the raw rows can tell.
@@ -51,3 +66,42 @@ def is_told(scale: ScaleCheck) -> bool:
 def about(case: Case) -> Any:
     sizes = case.b, case.h_q, case.h_kv, case.s_q, case.s_kv, case.d, case.rotated
     return case.dtype, case.settings, sizes, case.attn_scale, case.mask
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all alike": lambda x: torch.full_like(x, 0.7371),
+    "tiny": lambda x: 3e-5 * x,
+    "large": lambda x: 30 * x,
+    "ones and zeros": lambda x: (x > 1.5).float(),
+    "spiky": lambda x: x**5,
+}
+# b, h_q, h_kv, s_q, s_kv, d
+SIZES = ((1, 1, 1, 1, 1, 8), (1, 2, 1, 1, 40, 16), (2, 4, 2, 33, 33, 32), (1, 1, 1, 3, 2, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_right_folds_of_unkind_numbers_are_never_flagged(kind: str, dtype: torch.dtype):
+    make = KINDS[kind]
+    for (b, h_q, h_kv, s_q, s_kv, d), settings in product(SIZES, SETTINGS[1:]):
+        for attn_scale in (0.01, 3.0):
+            g = rg.pygraph(io_data_type=dtype, **settings)
+            q = g.tensor((b, h_q, s_q, d), name="q")
+            k, v = (g.tensor((b, h_kv, s_kv, d), name=n) for n in "kv")
+            half = oracle.angles(max(s_q, s_kv), d)
+            freqs = torch.cat([half, half], 1)[:, None, None, :]
+            f = g.tensor(freqs.shape, data_type=torch.float32, name="f")
+            o, stats = g.sdpa(
+                g.rope(q, f).set_name("q_rot"), g.rope(k, f).set_name("k_rot"), v, attn_scale
+            )
+            o.set_output(True).set_name("o"), stats.set_name("stats")
+            back = g.backward_graph(outputs=[o], inputs=[q, k, v])
+            ahead = buffers(g) | {"f": freqs}
+            for name in "qk":
+                ahead[name] = make(normal(ahead[name].shape, seed=len(name))).to(dtype)
+            behind = buffers(back)
+            found = [g.verify(ahead)]
+            behind |= {name: ahead[name] for name in back.saved}
+            found.append(back.verify(behind, raw={"q_rot": ahead["q"], "k_rot": ahead["k"]}))
+            for one in found:
+                assert not one.wrong_scales, f"{settings} {attn_scale}\n{one}"

@@ -19,6 +19,7 @@ import torch
 import ropegraph as rg
 from ropegraph.cli.bench import cpu, gpu
 from ropegraph.cli.bench.row import notes, table
+from ropegraph.cli.refusal import Refusal
 
 
 def add_to(commands: Any) -> None:
@@ -48,6 +49,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refusal("bench: torch sees no CUDA device; use --device cpu")
     print("measuring, for about two minutes ...", file=sys.stderr, flush=True)
     measured = gpu.rows() if device == "cuda" else cpu.rows()
     facts = _facts(device)

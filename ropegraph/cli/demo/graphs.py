@@ -57,7 +57,7 @@ class RotaryAttention:
     """A forward graph and its gradient graph, built, with the buffers that pass between them.
 
     strides: of q, k and v, in elements; o is laid out [b, s, h, d] in memory, as a model's output
-    projection wants it.
+    projection wants it.  engines: as pygraph takes them.
     """
 
     def __init__(
@@ -67,12 +67,14 @@ class RotaryAttention:
         freqs: Tensor,
         dtype: torch.dtype,
         strides: Sequence[Sequence[int] | None] = (None, None, None),
+        engines: tuple[str, ...] | None = None,
     ) -> None:
         self.sizes, self.dtype, self.freqs = sizes, dtype, freqs
         _, h_q, s, d = sizes.q_dim
         self.o_stride = (s * h_q * d, d, h_q * d, 1)
 
-        g = rg.pygraph("forward", dtype, fold=setting.fold, fold_log2=setting.fold_log2)
+        fold, fold_log2 = setting.fold, setting.fold_log2
+        g = rg.pygraph("forward", dtype, fold=fold, fold_log2=fold_log2, engines=engines)
         q = g.tensor(sizes.q_dim, strides[0], name="q")
         k = g.tensor(sizes.kv_dim, strides[1], name="k")
         v = g.tensor(sizes.kv_dim, strides[2], name="v")
@@ -93,7 +95,8 @@ class RotaryAttention:
         """Execute the forward. Returns o, and all else that the backward has to be handed."""
         pack = {"q": q, "k": k, "v": v, "freqs": self.freqs}
         written = {"o", *self.backward.saved} - pack.keys()
-        made = {name: _buffer(self.forward.find_tensor(name)) for name in sorted(written)}
+        tensors = {name: self.forward.find_tensor(name) for name in sorted(written)}
+        made = {name: _buffer(tensor, q.device) for name, tensor in tensors.items()}
         self.forward.execute({**pack, **made})
         wanted = {"o", *self.backward.saved}
         return {name: tensor for name, tensor in (pack | made).items() if name in wanted}
@@ -102,13 +105,14 @@ class RotaryAttention:
         """Execute the gradient graph on what run_forward returned. Returns dq, dk, dv."""
         incoming = self.backward.find_tensor("do")
         if list(do.stride()) != incoming.get_stride():
-            do = _buffer(incoming).copy_(do)
-        dq, dk, dv = (_buffer(self.backward.find_tensor(name)) for name in ("dq", "dk", "dv"))
+            do = _buffer(incoming, do.device).copy_(do)
+        wanted = [self.backward.find_tensor(name) for name in ("dq", "dk", "dv")]
+        dq, dk, dv = (_buffer(tensor, do.device) for tensor in wanted)
         self.backward.execute({**handed, "do": do, "dq": dq, "dk": dk, "dv": dv})
         return dq, dk, dv
 
 
-def _buffer(tensor: rg.tensor) -> Tensor:
+def _buffer(tensor: rg.tensor, device: torch.device) -> Tensor:
     """Memory for a tensor of a graph."""
     dtype = getattr(torch, tensor.get_data_type().torch_name)
-    return torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype)
+    return torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype, device=device)

@@ -145,7 +145,7 @@ def _group(h_q: int, kv: Tensor) -> int:
 
 def read_inputs(step: Step, attrs: Attention, env: Sequence[Tensor]) -> Inputs:
     """What Sdpa and SdpaBackward have in common of their inputs."""
-    len_q, len_kv = _lengths(step, attrs, env)
+    len_q, len_kv = lengths_of(step, attrs, env)
     tensors = {"q": gather(step, "q", env, len_q).double()}
     if isinstance(attrs, Sdpa) and attrs.max_seq_len_kv is not None:
         s_kv = attrs.max_seq_len_kv
@@ -174,7 +174,7 @@ def _drop(
     return drop_factors(attrs.dropout_p, seed, offset, (b, h_q, s_q, s_kv)).to(tensors["q"].device)
 
 
-def _lengths(
+def lengths_of(
     step: Step, attrs: Attention, env: Sequence[Tensor]
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Real rows of q and of k, v in each batch entry: stated, or by ragged offsets, or all."""
