@@ -1,10 +1,17 @@
 """The code and the links of README.md and docs/ are true."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from ropegraph.cli.bench.row import time_text
+from ropegraph.cli.doctor.probes import DTYPES, PROBES, Sketch
+from ropegraph.compile import lower
+from ropegraph.lowering.engine import Device
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,3 +56,56 @@ def test_the_fold_table_is_the_same_everywhere() -> None:
 
     assert len(rows("README.md")) == 5
     assert rows("README.md") == rows("docs/fold.md")
+
+
+def section(title: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return text.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def cells(title: str) -> list[list[str]]:
+    """The rows of the tables of a section, heads and rules left out."""
+    lines = [line.strip("| ") for line in section(title).splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    rules = [i for i, row in enumerate(rows) if set("".join(row)) == {"-"}]
+    heads = {i - 1 for i in rules}
+    return [row for i, row in enumerate(rows) if i not in heads and i not in rules]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its code is built for a CPU")
+def test_the_picture_is_of_its_first_graph() -> None:
+    scope: dict[str, Any] = {}
+    exec(compile(blocks(ROOT / "README.md", "python")[0], "README.md", "exec"), scope)
+    for stage in ("recorded", "lowered"):
+        drawn = ROOT / "docs" / "images" / f"{stage}.svg"
+        assert drawn.read_text(encoding="utf-8") == scope["g"].to_svg(stage)
+
+
+def served(op: str, dtype: str) -> str:
+    """The engines that take a graph on an H200 with cuDNN 9.19."""
+    sketch = Sketch(DTYPES[dtype])
+    PROBES[op](sketch)
+    sketch.g.validate()
+    plan = lower(sketch.g._look(), Device("cuda", 0, 90, 91900), None).plan
+    return ", ".join(dict.fromkeys(step.engine for step in plan.steps))
+
+
+def test_what_runs_where() -> None:
+    rows = cells("What runs where")
+    assert [row[0] for row in rows] == list(PROBES)
+    for op, half, single, double in rows:
+        assert served(op, "f16") == served(op, "bf16") == half
+        assert (served(op, "f32"), served(op, "f64")) == (single, double)
+
+
+def test_what_is_measured_stands_in_the_records() -> None:
+    records = [ROOT / "docs" / "benchmarks" / f"{name}.json" for name in ("h200", "cpu")]
+    known = {r["work"]: r for path in records for r in json.loads(path.read_text())["rows"]}
+    rows = cells("Measured")
+    assert len(rows) > 10
+    for work, ours, beside, *ratio in rows:
+        row = known[work]
+        assert ours == time_text(row["ours_us"])
+        others = (f"{name} {time_text(us)}" for name, us in row["others"].items())
+        assert beside == (", ".join(others) or "-")
+        assert ratio == ([] if row["unit"] == "us" else [f"{row['value']:.3f}"])

@@ -102,7 +102,7 @@ class Drawing:
     ) -> str:
         (x, y), (width, height) = self.layout.centres[name], self.sizes[name]
         return (
-            f'<g id="{name}" class="{kind}"><title>{escape(clean(chr(10).join(lines)))}</title>'
+            f'<g data-name="{name}" class="{kind}"><title>{escape(clean(chr(10).join(lines)))}</title>'
             f'<rect x="{x - width / 2:.1f}" y="{y - height / 2:.1f}" width="{width:.1f}" '
             f'height="{height:.1f}" {look}/>{rows(self.texts[name], x, y, is_bold)}</g>'
         )

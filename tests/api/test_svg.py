@@ -30,7 +30,7 @@ def parsed(text: str) -> ET.Element:
 
 
 def groups(root: ET.Element, kind: str) -> dict[str, ET.Element]:
-    return {g.get("id", ""): g for g in root.iter(f"{SVG}g") if g.get("class") == kind}
+    return {g.get("data-name", ""): g for g in root.iter(f"{SVG}g") if g.get("class") == kind}
 
 
 def texts(element: ET.Element) -> list[str]:

@@ -42,7 +42,8 @@ def notes(rows: list[Row]) -> str:
     return "\n".join((head, *(f"- {text}" for text in used)))
 
 
-def _time(us: float) -> str:
+def time_text(us: float) -> str:
+    """Microseconds as a table shows them."""
     return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
 
 
@@ -52,8 +53,8 @@ def table(rows: list[Row]) -> str:
     body = [
         [
             row.work,
-            _time(row.ours_us),
-            ", ".join(f"{name} {_time(us)}" for name, us in row.others.items()) or "-",
+            time_text(row.ours_us),
+            ", ".join(f"{name} {time_text(us)}" for name, us in row.others.items()) or "-",
             f"{row.value:.3f} x" if row.unit == "x" else f"{row.value:.3g} {row.unit}",
             row.verdict,
         ]
