@@ -101,8 +101,9 @@ class Drawing:
         self, name: str, kind: str, lines: Sequence[str], look: str, is_bold: bool = False
     ) -> str:
         (x, y), (width, height) = self.layout.centres[name], self.sizes[name]
+        title = escape(clean("\n".join(lines)))
         return (
-            f'<g data-name="{name}" class="{kind}"><title>{escape(clean(chr(10).join(lines)))}</title>'
+            f'<g data-name="{name}" class="{kind}"><title>{title}</title>'
             f'<rect x="{x - width / 2:.1f}" y="{y - height / 2:.1f}" width="{width:.1f}" '
             f'height="{height:.1f}" {look}/>{rows(self.texts[name], x, y, is_bold)}</g>'
         )
