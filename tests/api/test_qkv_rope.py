@@ -388,7 +388,7 @@ def test_every_engine_takes_it_apart_and_puts_it_together(
     for x, n in zip(made, "qkv", strict=True):
         x.set_output(True).set_name(f"{n}_out")
     back = g.backward_graph(["q_out", "k_out", "v_out"], ["qkv"])
-    pack = run(g, {"qkv": qkv, "freqs": freqs()})
+    pack = execute(g, {"qkv": qkv, "freqs": freqs()})
     leaf = qkv.clone().requires_grad_()
     parts = leaf.view(1, s, 4, D).transpose(1, 2).split((2, 1, 1), dim=1)
     turn = freqs()[:s, 0, 0, : D // 2].double()
@@ -401,5 +401,5 @@ def test_every_engine_takes_it_apart_and_puts_it_together(
         torch.testing.assert_close(pack[f"{n}_out"], want.detach(), rtol=0, atol=1e-12)
     for name, x in grads.items():
         back.find_tensor(name).set_stride(x.stride())
-    dqkv = run(back, {**grads, "freqs": freqs()})["dqkv"]
+    dqkv = execute(back, {**grads, "freqs": freqs()})["dqkv"]
     torch.testing.assert_close(dqkv, wanted, rtol=0, atol=1e-12)
