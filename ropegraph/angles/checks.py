@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,8 @@ def as_flag(where: str, name: str, given: object) -> bool:
 
 def _finite(given: object) -> float | None:
     """The number that ``given`` is, None if it is no finite host number."""
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
+    # numpy's numbers are real ones, though not Python's.
+    if isinstance(given, bool) or not isinstance(given, (int, float, Real)):
         return None
     try:
         number = float(given)
@@ -69,6 +71,13 @@ def as_rotated(where: str, head_dim: object, partial_rotary_factor: object) -> i
             "channels, which are no pairs; use values whose product is even, 2 or more"
         )
     return rotated
+
+
+def as_tensor(where: str, name: str, given: object, what: str) -> Tensor:
+    """Read a tensor; ``what`` says of what."""
+    if isinstance(given, Tensor):
+        return given
+    raise GraphError(f"{where}: {name}={given!r:.60} is no tensor; use {what}")
 
 
 def as_dtype(where: str, given: object) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ropegraph.angles.checks import as_dtype, as_factor
+from ropegraph.angles.checks import as_dtype, as_factor, as_tensor
 from ropegraph.angles.result import RopeAngles
 from ropegraph.errors import GraphError
 
@@ -39,17 +39,14 @@ def freqs(
     dtype = as_dtype("freqs", dtype)
     if width not in ("full", "half"):
         raise GraphError(f"freqs: width={width!r:.60}; use 'full' or 'half'")
-    table = angles.inv_freq
+    table = as_tensor("freqs", "inv_freq", angles.inv_freq, "what a rope type gave, or its [r/2]")
     if table.dtype not in (torch.float32, torch.float64) or table.dim() != 1:
         raise GraphError(
             f"freqs: inv_freq is {table.dtype} {list(table.shape)}; use f32 or f64 [r/2], "
             "for fewer bits lose positions"
         )
     wide = torch.float64 if torch.float64 in (dtype, table.dtype) else torch.float32
-    if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise GraphError(
-            f"freqs: positions={positions!r:.60} is no tensor; use torch.arange(s), [s] or [b, s]"
-        )
+    as_tensor("freqs", "positions", positions, "torch.arange(s), [s] or [b, s]")
     product = _columns(angles, positions).to(wide) * table.to(wide)
     half = product.to(dtype).unsqueeze(2)
     return half if width == "half" else torch.cat((half, half), dim=-1)
@@ -65,6 +62,7 @@ def cos_sin(
     rope's own ``attention_factor`` at 1.
     Returns two tensors of the shape of ``angles``.  Raises GraphError for other types.
     """
+    as_tensor("cos_sin", "angles", angles, "what freqs() gave")
     if angles.dtype not in (torch.float32, torch.float64):
         raise GraphError(f"cos_sin: angles are {angles.dtype}; use torch.float32 or torch.float64")
     if dtype not in _TABLE_DTYPES:

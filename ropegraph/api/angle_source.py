@@ -19,6 +19,7 @@ PRECISIONS: tuple[AnglePrecision, ...] = ("float32", "exact")
 NUMERICS: tuple[Numerics, ...] = ("fp32", "nemo", "hf")
 SOURCE_KEYWORDS = tuple(port for ports in ANGLE_PORTS.values() for port in ports)
 TENSOR_KEYWORDS = (*SOURCE_KEYWORDS, *POSITION_PORTS)
+MOST_RANKS = 2**30  # kernels count chunks, two a rank, in 32 bits
 _CHOICE = (
     "give exactly one of freqs= (a table of radians, [s, 1, 1, rope_dim]), cos= and sin= (two "
     "tables), cos_sin= (one with both on its last axis), or inv_freq= ([rope_dim/2] radians a "
@@ -63,6 +64,8 @@ def check_positions(where: str, given: Mapping[str, Any], cp_size: int) -> None:
 def context_parallel(where: str, cp_size: object, cp_rank: object) -> tuple[int, int]:
     """How many ranks share each sequence, and which of them this is."""
     size = as_count(cp_size, f"{where}: cp_size", 1)
+    if size >= MOST_RANKS:
+        raise GraphError(f"{where}: cp_size={size}; use less than {MOST_RANKS}")
     rank = as_count(cp_rank, f"{where}: cp_rank")
     if rank >= size:
         raise GraphError(f"{where}: cp_rank={rank} with cp_size={size}; use 0 to {size - 1}")

@@ -49,7 +49,11 @@ def is_tensor(given: object) -> bool:
 
 
 def as_number(given: object, argument: str) -> float:
-    """Read a finite host number: int, float, or anything with __float__ but a tensor."""
+    """Read a finite host number: int, float, or anything with __float__ but a tensor.
+
+    -0.0 is read as 0.0: they compare equal, so that whoever keeps plans by their attributes could
+    not tell which of them a plan was made for.
+    """
     if is_tensor(given):
         raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
     if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
@@ -60,7 +64,7 @@ def as_number(given: object, argument: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise GraphError(f"{argument}={given!r:.60} is not finite")
-    return number
+    return number + 0.0
 
 
 def as_count(given: object, argument: str, low: int = 0) -> int:

@@ -50,7 +50,7 @@ class MlaOps:
         belongs to token t, column i to channel nope + i of the key.
         nope_dim: nope; half the width of kv if left out.
         Adjacent pairs (x1, x2) of k_rope are read, halves are written: x1 cos - x2 sin with the
-        left half of the tables, x2 cos + x1 sin with the right half. Products with a sine are
+        left half of the tables, x2 cos + x1 sin with the right half. Products with x2 are
         rounded, then comes a fused multiply-add: in bf16 where k_rope and the tables are bf16, else
         in fp32 (fp64) and rounded once to the dtype of kv.
         quantize=None: key is [b, h, s, nope + r] and value [b, h, s, v], in the dtype of kv, fp16,

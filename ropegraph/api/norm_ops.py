@@ -83,6 +83,8 @@ class NormOps:
         forward wrote.  has_dbias: must be False.
         DX: as input.  Dscale: as scale, added up over tokens (and over heads, where they share the
         weight) in fp32 (fp64) and rounded once; two runs give the same bits.
+        A row that nothing comes back for (grad is 0 all over it) gets nothing and adds nothing,
+        whatever input and inv_variance hold there: padding may be NaN.
         Raises GraphError naming the argument and what would fit.
         """
         name = self.recorder.node_name(RmsNormBackward, name)

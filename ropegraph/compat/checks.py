@@ -19,6 +19,12 @@ def as_tensor(given: Any, where: str, dims: str) -> Tensor:
     return given
 
 
+def check_floating(t: Tensor, where: str, bits: int = 16) -> None:
+    """Raise GraphError for a tensor that only a cast would make real numbers of so many bits."""
+    if not t.is_floating_point() or 8 * t.dtype.itemsize < bits:
+        raise GraphError(f"{where} is {t.dtype}; use a floating type of {bits} bits or more")
+
+
 def optional(given: Any, where: str, dims: str) -> Tensor | None:
     """Read a tensor, or None; an empty one stands for None where C++ has no None."""
     if given is None or (isinstance(given, Tensor) and not given.numel()):

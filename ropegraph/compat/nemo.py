@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.checks import as_flag
+from ropegraph.compat.checks import check_floating
 from ropegraph.compat.linear import Linear, port
 from ropegraph.compat.recipes import rope
 from ropegraph.errors import GraphError
@@ -66,6 +67,8 @@ def _check(where: str, values: Tensor, angles: Tensor) -> None:
     for name, t in (("values", values), ("angles", angles)):
         if not isinstance(t, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GraphError(f"{where}: {name}={t!r:.60} is no torch tensor")
+    check_floating(values, f"{where}: values")
+    check_floating(angles, f"{where}: angles", bits=32)  # torch.polar has no narrower ones
     if values.dim() not in (3, 4):
         raise GraphError(
             f"{where}: values {list(values.shape)} has {values.dim()} dims; use [b, s, channels] "
@@ -92,11 +95,12 @@ def _heads(values: Tensor) -> Tensor:
 
 def _eager(values: Tensor, angles: Tensor, is_inverse: bool) -> Tensor:
     """NeMo's own formula in torch: a complex product, then the channels joined."""
-    width = 2 * angles.shape[-1]
+    half = angles.shape[-1]
+    width = 2 * half
     before = values.shape[-1] - width
     kept, turned = values.narrow(-1, 0, before), values.narrow(-1, before, width)
     wide = torch.promote_types(values.dtype, torch.float32)
-    pairs = torch.view_as_complex(turned.to(wide).reshape(*turned.shape[:-1], -1, 2).contiguous())
+    pairs = torch.view_as_complex(turned.to(wide).reshape(*turned.shape[:-1], half, 2).contiguous())
     unit = torch.polar(torch.ones_like(angles), angles)
     unit = unit.unsqueeze(2) if values.dim() == 4 else unit
     rotated = torch.view_as_real(pairs * (unit.conj() if is_inverse else unit)).flatten(-2)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropegraph.api.checks import as_flag, as_number
+from ropegraph.api.angle_source import PRECISIONS
+from ropegraph.api.checks import as_choice, as_flag, as_number
 from ropegraph.compat.checks import as_tensor, wants_gradient
 from ropegraph.compat.linear import Linear, port
 from ropegraph.compat.recipes import rope as one_rope
@@ -117,6 +118,8 @@ def rope_hf(
     if q_out is None or k_out is None:
         raise GraphError(f"{where}: one of q_out and k_out is given; give both or neither")
     for name, x, out in (("q", q, q_out), ("k", k, k_out)):
+        if not isinstance(out, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(f"{where}: {name}_out={out!r:.60} is no torch tensor")
         if out.shape != x.shape or out.dtype is not x.dtype:
             raise GraphError(
                 f"{where}: {name}_out is {out.dtype} {list(out.shape)}; use {x.dtype} "
@@ -162,6 +165,7 @@ def rope(
         )
     if tuple(as_tensor(pos_ids, f"{where}: pos_ids", "B, S").shape) != (b, s):
         raise GraphError(f"{where}: pos_ids is {list(pos_ids.shape)}; use [{b}, {s}]")
+    precision = as_choice(angle_precision, f"{where}: angle_precision", PRECISIONS)
     form = torch.empty(x.shape, device="meta")
     linear = Linear(
         one_rope,
@@ -170,7 +174,7 @@ def rope(
         ("inv_freq", "position_ids"),
         (
             ("output_scale", as_number(output_scale, f"{where}: output_scale")),
-            ("angle_precision", angle_precision),
+            ("angle_precision", precision),
         ),
     )
     tables = {"inv_freq": inv_freqs.reshape(d // 2), "position_ids": pos_ids}

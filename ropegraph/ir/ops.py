@@ -309,7 +309,7 @@ class MlaKvRope:
         key[h, t, n + r/2 + i] = x2 cos[t, r/2 + i] + x1 sin[t, r/2 + i]
         x1, x2 = k_rope[t, 2i], k_rope[t, 2i + 1]
 
-    The products with a sine are rounded, then added to the others by a fused multiply-add, both in
+    The products with x2 are rounded, then added to those with x1 by a fused multiply-add, both in
     the wider of the types of k_rope and tables (bf16 with bf16: in bf16; fp16 with bf16: in fp32;
     fp64 without a fused operation), and the sum is rounded once to the output type.
     Ports: kv, k_rope, cos, sin -> key, value; with quantize="mxfp8" those of MXFP8_PORTS instead:

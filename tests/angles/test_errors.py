@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,14 @@ def test_keywords(keywords: dict[str, Any], message: str) -> None:
         angles.inv_freq(DYNAMIC, **({"head_dim": 8} | keywords))
 
 
+def test_numbers_of_numpy() -> None:
+    given = {"rope_type": "linear", "factor": np.float32(2.0), "rope_theta": np.int64(10_000)}
+    got = angles.inv_freq(given, head_dim=np.int32(8))  # pyright: ignore[reportArgumentType]
+    assert torch.equal(got.inv_freq, angles.linear(head_dim=8, factor=2.0).inv_freq)
+    with pytest.raises(GraphError, match="linear: factor="):
+        angles.inv_freq({"rope_type": "linear", "factor": np.bool_(True)}, head_dim=8)
+
+
 def test_what_is_no_config() -> None:
     with pytest.raises(GraphError, match="SimpleNamespace has no rope_parameters"):
         angles.inv_freq(SimpleNamespace(text_config=None), head_dim=8)
@@ -182,6 +191,10 @@ def test_tables() -> None:
     positions, table = torch.arange(4), torch.zeros(4, 1, 1, 8)
     with pytest.raises(GraphError, match=r"inv_freq is torch.bfloat16"):
         angles.freqs(torch.ones(4).bfloat16(), positions)
+    with pytest.raises(GraphError, match=re.escape("inv_freq=[1.0] is no tensor")):
+        angles.freqs([1.0], positions)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(GraphError, match="angles=None is no tensor"):
+        angles.cos_sin(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(GraphError, match=re.escape("inv_freq is torch.float32 [1, 4]")):
         angles.freqs(torch.ones(1, 4), positions)
     with pytest.raises(GraphError, match=r"dtype=torch.float16; use torch.float32 or"):

@@ -104,6 +104,10 @@ RECORDED: dict[str, tuple[Make, str]] = {
         lambda d: d.rope(cp_size=2, cp_rank=2),
         "cp_rank=2 with cp_size=2; use 0 to 1",
     ),
+    "ranks without number": (
+        lambda d: d.rope(cp_size=2**30),
+        "cp_size=1073741824; use less than 1073741824",
+    ),
     "rank alone": (lambda d: d.rope(cp_rank=1), "cp_rank=1 with cp_size=1; use 0 to 0"),
     "negative rank": (lambda d: d.rope(cp_size=2, cp_rank=-1), "cp_rank=-1; use 0 or more"),
     "no rank": (lambda d: d.rope(cp_size=0), "cp_size=0; use 1 or more"),

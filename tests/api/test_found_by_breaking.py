@@ -8,6 +8,7 @@ import torch
 
 import ropegraph as rg
 from ropegraph import FoldContractError, GraphError, PositionError
+from ropegraph.compat import neuron
 from ropegraph.testing import oracle
 
 DIM = (1, 1, 5, 8)
@@ -205,3 +206,27 @@ def test_messages_that_say_what_works():
     with pytest.raises(GraphError, match="not a serialized ropegraph graph"):
         rg.pygraph().deserialize("[" * 100_000)
     assert json.loads(lone().serialize())["format"] == "ropegraph"
+
+
+@pytest.mark.parametrize("argument", ["output_scale", "attention_factor"])
+def test_a_negative_zero_is_the_zero_that_it_equals(argument: str):
+    """A plan that is kept by its attributes serves both."""
+    made: list[torch.Tensor] = []
+    keys: set[str] = set()
+    for zero in (0.0, -0.0):
+        g = rg.pygraph(io_data_type=F32)
+        x, f = g.tensor(DIM, name="x"), g.tensor((5, 1, 1, 8), name="f")
+        g.rope(x, f, **{argument: zero}).set_output(True).set_name("y")
+        made.append(torch.empty(DIM))
+        g.execute({"x": torch.ones(DIM), "f": torch.zeros(5, 1, 1, 8), "y": made[-1]})
+        keys.add(g.key)
+    assert len(keys) == 1
+    assert made[0].view(torch.int32).equal(made[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("first", [0.0, -0.0])
+def test_the_sign_of_a_zero_does_not_depend_on_who_came_first(first: float):
+    x, freqs = torch.ones(1, 1, 1, 64), torch.ones(32)
+    at = torch.zeros(1, 1, dtype=torch.int64)
+    for scale in (first, -first):
+        assert not neuron.rope(x, freqs, at, output_scale=scale).view(torch.int32).any()

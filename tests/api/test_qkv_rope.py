@@ -370,3 +370,36 @@ def test_a_leaf_is_refused_again_after_another_tensor_of_its_form() -> None:
             g.execute({"qkv": leaf, "freqs": freqs(), "o": o})
         g.execute({"qkv": leaf * 1, "freqs": freqs(), "o": o})
     assert torch.equal(leaf.detach(), case.qkv)
+
+
+@pytest.mark.parametrize("engine", ["torch", "reference"])
+@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("s", [1, 4])
+def test_every_engine_takes_it_apart_and_puts_it_together(
+    engine: str, by_groups: bool, s: int
+) -> None:
+    """Heads side by side as a projection leaves them, one token, one group: V is inside qkv."""
+    split = (2 * D, D, D) if by_groups else (2, 1, 1)
+    qkv = torch.randn((1, s, 1, 4 * D) if by_groups else (1, s, 4 * D), dtype=F64)
+    g = rg.pygraph(engines=(engine,))
+    made = g.qkv_rope(
+        g.tensor_like(qkv, name="qkv"), g.tensor_like(freqs(), name="freqs"), split=split
+    )
+    for x, n in zip(made, "qkv", strict=True):
+        x.set_output(True).set_name(f"{n}_out")
+    back = g.backward_graph(["q_out", "k_out", "v_out"], ["qkv"])
+    pack = execute(g, {"qkv": qkv, "freqs": freqs()})
+    leaf = qkv.clone().requires_grad_()
+    parts = leaf.view(1, s, 4, D).transpose(1, 2).split((2, 1, 1), dim=1)
+    turn = freqs()[:s, 0, 0, : D // 2].double()
+    wants = [oracle.rope(parts[0], turn), oracle.rope(parts[1], turn), parts[2]]
+    grads = {
+        f"d{n}_out": torch.randn(x.shape, dtype=F64) for n, x in zip("qkv", wants, strict=True)
+    }
+    (wanted,) = torch.autograd.grad(wants, leaf, list(grads.values()))
+    for n, want in zip("qkv", wants, strict=True):
+        torch.testing.assert_close(pack[f"{n}_out"], want.detach(), rtol=0, atol=1e-12)
+    for name, x in grads.items():
+        back.find_tensor(name).set_stride(x.stride())
+    dqkv = execute(back, {**grads, "freqs": freqs()})["dqkv"]
+    torch.testing.assert_close(dqkv, wanted, rtol=0, atol=1e-12)

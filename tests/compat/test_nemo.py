@@ -157,6 +157,19 @@ def test_other_types_are_eager_too() -> None:
     assert apply_rope_triton(x, angles.float()).dtype is F64
 
 
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("shape", [(0, 5, 3, 8), (2, 0, 3, 8), (2, 5, 0, 8), (0, 5, 8)])
+def test_nothing_to_turn(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """C16, fused and eager."""
+    x = torch.empty(shape, dtype=dtype, requires_grad=True)
+    angles = torch.zeros(*shape[:2], PAIRS, dtype=F32)
+    y = apply_rope_triton(x, angles)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 X, ANGLES = normal(2, 5, 3, 8, dtype=F32), normal(2, 5, PAIRS, dtype=F32)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"values": None}, "values=None is no torch tensor"),
@@ -167,6 +180,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no pairs": ({"angles": ANGLES[..., :0]}, "0 < 2 * pairs <= 8"),
     "wide": ({"angles": ANGLES.repeat(1, 1, 2)}, "0 < 2 * pairs <= 8"),
     "wide, eager": ({"angles": ANGLES.repeat(1, 1, 2).requires_grad_()}, "0 < 2 * pairs <= 8"),
+    "half angles": (
+        {"angles": ANGLES.half()},
+        "angles is torch.float16; use a floating type",
+    ),
+    "integers": ({"values": X.int()}, "values is torch.int32; use a floating type of 16 bits"),
+    "integer angles": (
+        {"angles": ANGLES.long()},
+        "angles is torch.int64; use a floating type",
+    ),
+    "complex angles": ({"angles": ANGLES + 0j}, "angles is torch.complex64"),
     "inverse": ({"inverse": -1}, "inverse=-1; use True or False"),
 }
 

@@ -205,6 +205,7 @@ HF_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch of cos": ({"cos": HF["cos"].expand(3, 130, 10)}, "cos is [3, 130, 10]"),
     "shapes": ({"sin": HF["sin"][:128]}, "cos [130, 10] and sin [128, 10] differ"),
     "one buffer": ({"q_out": HF["q"].clone()}, "one of q_out and k_out is given"),
+    "no buffer": ({"q_out": "q", "k_out": HF["k"]}, "q_out='q' is no torch tensor"),
     "buffers": ({"q_out": HF["cos"], "k_out": HF["sin"]}, "give the tables as cos= and sin="),
     "flag": ({"backward": 1}, "backward=1; use True or False"),
 }  # fmt: skip
@@ -270,6 +271,7 @@ DECODE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "positions": ({"pos_ids": torch.zeros(2, 2).int()}, "pos_ids is [2, 2]; use [2, 1]"),
     "position type": ({"pos_ids": torch.zeros(2, 1)}, "position_ids is fp32; use int32"),
     "scale": ({"output_scale": math.inf}, "output_scale=inf is not finite"),
+    "no precision": ({"angle_precision": ["exact"]}, "use one of 'float32', 'exact'"),
     "precision": ({"angle_precision": "half"}, "use one of 'float32', 'exact'"),
 }
 

@@ -89,6 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kv dims": ({"kv": KV[0]}, "has 3 dims; use [s, b, h, 256]"),
     "kv width": ({"kv": KV[..., :192]}, "a head is 128 channels of the key and 128"),
     "v_head_dim": ({"v_head_dim": 64}, "v_head_dim=64"),
+    "no v_head_dim": ({"v_head_dim": COS}, "v_head_dim=tensor"),
     "odd heads": ({"kv": KV[:, :, :1]}, "has 1 heads and 32 tokens; use an even number"),
     "tokens": ({"kv": KV[:31], "k_rope": K_ROPE[:31]}, "a multiple of 32 tokens, such as 32"),
     "kv type": ({"kv": KV.float()}, "kv is torch.float32; use torch.bfloat16"),

@@ -188,6 +188,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"qkv_split_arg_list": 3}, "qkv_split_arg_list=3; use a list"),
     "sum": ({"qkv_split_arg_list": [D, D, D]}, "adds up to 30, but a group of qkv is 40 wide"),
     "wide table": ({"q_freqs": table(6, 12)}, "emb: q_freqs [6, 1, 1, 12] has 12 columns"),
+    "no table": ({"k_freqs": None}, "k_freqs=None is no torch tensor"),
+    "integer table": ({"k_freqs": TABLE.long()}, "k_freqs is torch.int64; use a floating type"),
     "other width": ({"k_freqs": table(6, 4)}, "is 4 wide, but rope_dim=6"),
     "short table": ({"k_freqs": table(5, 6)}, "k_freqs [5, 1, 1, 6] has 5 rows for 6 tokens"),
     "short on ranks": ({"cp_size": 2}, "6 tokens on cp_size=2 ranks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any
 
@@ -354,6 +355,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "table dims": ({"freqs": TABLE[:, 0, 0]}, "has 2 dims; use [s2, 1, 1, d2]"),
     "table per batch": ({"freqs": TABLE.expand(6, 2, 1, 6)}, "is no table of angles"),
     "wide table": ({"freqs": table(6, 12)}, "12 columns for 10 channels"),
+    "integer table": ({"freqs": TABLE.long()}, "freqs is torch.int64; use a floating type"),
+    "complex table": ({"freqs": TABLE + 0j}, "freqs is torch.complex64; use a floating type"),
     "no columns": ({"freqs": table(6, 0)}, "0 columns for 10 channels"),
     "odd table": ({"freqs": table(6, 5)}, "rope_dim=5 of the 10 channels of input is odd"),
     "short table": ({"freqs": table(5, 6)}, "has 5 rows for 6 tokens; use a table of at least 6"),
@@ -487,3 +490,16 @@ def test_the_embedding_stays_fp32(cast: str) -> None:
 def test_the_embedding_refuses(given: dict[str, Any], text: str) -> None:
     with pytest.raises(GraphError, match=text):
         te.RotaryPositionEmbedding(**given)
+
+
+@pytest.mark.parametrize("offset", [None, "1", True, math.nan, torch.zeros(2), torch.tensor(1j)])
+def test_the_embedding_refuses_what_is_no_offset(offset: Any) -> None:
+    with pytest.raises(GraphError, match="RotaryPositionEmbedding: offset"):
+        te.RotaryPositionEmbedding(8)(4, offset)
+
+
+def test_the_embedding_starts_anywhere() -> None:
+    made = te.RotaryPositionEmbedding(8)
+    for offset in (3, torch.tensor(3), torch.tensor([3])):
+        assert torch.equal(made(4, offset), made(7)[3:])
+    assert torch.equal(made(2, -1)[:, 0, 0, 0], torch.tensor([-1.0, 0.0]))

@@ -104,8 +104,8 @@ def turned(k_rope: Tensor, cos: Tensor, sin: Tensor) -> list[list[Number]]:
             row.append(rounded(plus(times(x1, c[i]), minus(product)), f))
         for i in range(half):
             x1, x2 = x[2 * i], x[2 * i + 1]
-            product = rounded(times(x1, s[half + i]), f)
-            row.append(rounded(plus(times(x2, c[half + i]), product), f))
+            product = rounded(times(x2, c[half + i]), f)
+            row.append(rounded(plus(times(x1, s[half + i]), product), f))
         found.append([rounded(y, BF16) for y in row])
     return found
 

@@ -64,6 +64,18 @@ def test_channels_that_do_not_turn_are_copied_bit_for_bit(engine: str):
     assert not got["key"][0, :, 1, [4, 6]].isfinite().any()
 
 
+def test_the_product_with_x2_is_the_one_that_is_rounded():
+    """fma(x1, sin, bf16(x2 cos)): 1.015625 + 1.0078125 * 1.6640625 is below 2.6953125, a tie."""
+    x, c, s = (torch.tensor(n, dtype=BF16) for n in (1.0078125, 1.0078125, 1.6640625))
+    given = {
+        "kv": torch.zeros(1, 1, 1, 2, dtype=BF16), "k_rope": x.expand(1, 1, 1, 2),
+        "cos": c.expand(1, 1, 1, 2), "sin": s.expand(1, 1, 1, 2),
+    }  # fmt: skip
+    key = run(MlaKvRope(1), given, ("key",), manifest.load("torch"))["key"]
+    # The first is fma(x1, cos, -bf16(x2 sin)): 1.01568603515625 - 1.6796875.
+    assert key.flatten().tolist() == [0.0, -0.6640625, 2.6875]
+
+
 def test_the_roundings_of_transformer_engine():
     """Bit for bit: a rounded product and a fused multiply-add, in bf16 or in fp32."""
     for table in (BF16, F32):

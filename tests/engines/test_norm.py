@@ -204,6 +204,67 @@ def test_a_gradient_of_one_stored_element():
         assert torch.equal(got[port], want[port])
 
 
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+@pytest.mark.parametrize("whole", [False, True])
+def test_padding_without_a_gradient_poisons_nothing(engine: Any, whole: bool):
+    """C18: NaN in rows that nothing comes back for is no part of the weight's gradient."""
+    x, grad, w = normal(DIM, seed=1), normal(DIM, seed=2), weight(whole, torch.float32)
+    x[:, :, 3], x[1, :, 4], grad[:, :, 3:] = torch.nan, torch.inf, 0
+    _, inverse = normed(x, w, 1e-6)
+    ports = {"grad": grad, "input": x, "scale": w, "inv_variance": inverse.float()}
+    outs = {"DX": poisoned(DIM), "Dscale": torch.full_like(w, torch.nan)}
+    got = run(RmsNormBackward(), ports, outs, engine)
+    a, b = leaf(x[:, :, :3]), leaf(w)
+    dx, dw = gradients(normed(a, b, 1e-6)[0], (a, b), grad[:, :, :3])
+    close(got["DX"][:, :, :3], dx)
+    assert not got["DX"][:, :, 3:].any()
+    close(got["Dscale"], dw)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+def test_a_gradient_of_one_channel_is_that_of_a_row(engine: Any):
+    """A zero among others is no padding: NaN in x then comes through."""
+    x, grad = normal(DIM, seed=1), torch.zeros(DIM)
+    x[0, 0, 0, 2] = torch.nan
+    grad[0, 0, 0, 1] = 1.0
+    w = weight(False, torch.float32)
+    ports = {"grad": grad, "input": x, "scale": w, "inv_variance": normed(x, w, 1e-6)[1].float()}
+    got = run(RmsNormBackward(), ports, {"DX": poisoned(DIM), "Dscale": poisoned(w.shape)}, engine)
+    assert bool(got["DX"][0, 0, 0].isnan().all())
+    assert bool(got["Dscale"][0, 0, 0, 1].isnan())
+    assert not got["DX"][0, 1:].any()
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_rows_of_no_sequence_poison_nothing(engine: Any, norm_first: bool):
+    """C18, in one launch with the rotation."""
+    dim = (1, 3, 5, 6)
+    x, grad, w = normal(dim, seed=1), normal(dim, seed=2), weight(False, torch.float32)
+    x[:, :, 3:] = torch.nan
+    # A rotation's adjoint makes zeros of whatever comes back; a norm knows of no sequences.
+    grad[:, :, 3:] = torch.nan if norm_first else 0.0
+    names = ("norm", "rope")
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    ins = {"input": x, "scale": w, "freqs": ANGLES.reshape(5, 1, 1, 2), "cu_seqlens": bounds}
+    forward = NormRope(RmsNorm(), Rope(**ROTATION), norm_first, names)
+    outs = {"output": poisoned(dim), "inv_variance": torch.full((1, 3, 5, 1), torch.nan)}
+    inverse = run(forward, ins, outs, engine)["inv_variance"]
+    back = NormRopeBackward(RmsNormBackward(), RopeBackward(**ROTATION), norm_first, names)
+    outs = {"dX": poisoned(dim), "Dscale": torch.full_like(w, torch.nan)}
+    got = run(back, {"dY": grad, "inv_variance": inverse, **ins}, outs, engine)
+    a, b = leaf(x[:, :, :3]), leaf(w)
+
+    def turned_rows(t: Tensor) -> Tensor:
+        return rotated(t, ANGLES[:3], rope_offset=1, output_scale=0.6, attention_factor=1.2)
+
+    made = turned_rows(normed(a, b, 1e-6)[0]) if norm_first else normed(turned_rows(a), b, 1e-6)[0]
+    dx, dw = gradients(made, (a, b), grad[:, :, :3])
+    close(got["dX"][:, :, :3], dx)
+    assert not got["dX"][:, :, 3:].any()
+    close(got["Dscale"], dw)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_the_fused_adjoint(layout: Layout):
     """<dy, J v> = <J^T dy, v> with J by differences of the reference."""

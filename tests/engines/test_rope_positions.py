@@ -311,6 +311,26 @@ def test_with_inv_freq_any_position_is_valid(engine):
 
 
 @engines
+@pytest.mark.parametrize("precision", ["float32", "exact"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_do_not_wrap_at_the_end_of_int64(engine, precision, packed):
+    """fp64 has no number between 2^63 - 512 and 2^63 + 2048: the last int64 is the position."""
+    attrs = replace(INV, angle_precision=precision)
+    x = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2).double()
+    by = {"inv_freq": torch.tensor([1e-15])}
+    start = ints(2**63 - 2, dtype=INT64)
+    rows = {"cu_seqlens": ints(0, 4)} if packed else {}
+    got = turn(engine, attrs, x, **by, **rows, start_positions=start)
+    want = turn(engine, attrs, x, **by, position_ids=ints([2**63 - 1] * 4, dtype=INT64))
+    assert torch.equal(got, want)
+    assert bool((got[..., 1] < -0.3).all())  # the sine of 9223 radians; of -9223 it is positive
+    refused(
+        engine, ONE, 4, "row 0", "position 9223372036854775806", freqs=torch.ones(9, 1, 1, 1),
+        start_positions=start, **rows,
+    )  # fmt: skip
+
+
+@engines
 @pytest.mark.parametrize("source", ["freqs", "inv_freq", "exact", "cos_sin"])
 def test_start_and_ids_give_the_same_bits(engine, source):
     attrs, ports = angles(source, 6, 40)

@@ -110,6 +110,28 @@ def test_a_made_angle_takes_any_position(run: Run) -> None:
         assert not any(given.flag.item() for given in (back, by_ids, by_start, far))
 
 
+def test_positions_do_not_wrap_at_the_end_of_int64(run: Run) -> None:
+    """The last int64 is the position; a table has no such row."""
+    one = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2).expand(1, 1, 4, 2).contiguous()
+    ids = ints(2**63 - 1, dtype=I64).expand(1, 4).contiguous()
+    cases: list[Case] = []
+    for precision in ("float32", "exact"):
+        op = Rope(2, 0, angles="inv_freq", angle_precision=precision)  # type: ignore[arg-type]
+        for cp_size in (1, 2):
+            by = {"start_positions": ints(2**63 - 2, dtype=I64), "inv_freq": torch.tensor([1e-15])}
+            rank = replace(op, cp_size=cp_size, cp_rank=cp_size - 1)
+            cases.append(case(rank, input=one, **by, output=like(one)))
+        by = {"position_ids": ids, "inv_freq": torch.tensor([1e-15])}
+        cases.append(case(op, input=one, **by, output=like(one)))
+    run(cases)
+    for *by_start, by_ids in (cases[:3], cases[3:]):
+        assert bool((by_ids.at("output")[..., 1] < -0.3).all())
+        for given in by_start:
+            assert torch.equal(bits(given.at("output")), bits(by_ids.at("output")))
+    far = placed(one, 4, Rope(2, 0), start_positions=ints(2**63 - 2, dtype=I64))
+    run_flagged([("table", far, POSITION)], run)
+
+
 def test_wrong_bounds_are_never_followed(run: Run) -> None:
     """C16, C20: bounds that decrease, reach too far or cannot be cut into chunks."""
     x = normal((1, 3, 6, 8), BF16, "bshd")

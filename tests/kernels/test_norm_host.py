@@ -136,6 +136,25 @@ def test_tiny_rows_count_where_epsilon_is_nothing(tmp_path: Path):
     run_and_check(cases, tmp_path)
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_padding_poisons_nothing(norm_first: bool, tmp_path: Path):
+    """C18: NaN where nothing comes back, and in rows of no sequence, stays out."""
+    cases = []
+    for number, positions, dead in ((10, "packed", slice(5, 6)), (2, "rows", slice(3, 5))):
+        dim = (1, 3, 6) if positions == "packed" else (2, 5, 6)
+        plan = Plan(number, True, norm_first, r=32, d=48, dim=dim, positions=positions)
+        given = made(plan)
+        for port in ("input", "inv_variance"):
+            given.at(port)[:, :, dead] = torch.nan
+        given.at("input")[-1, :, 4] = torch.inf
+        given.at("inv_variance")[-1, :, 4] = 0.0
+        # A norm behind a rotation knows of no sequences: a gradient of theirs would count.
+        given.at("dY")[:, :, 3 : 5 if norm_first else 6] = 0.0
+        cases.append((str(plan), given))
+    run_and_check(cases, tmp_path)
+    assert all(bool(given.at(p).isfinite().all()) for _, given in cases for p in given.written)
+
+
 def test_a_position_outside_of_the_table_gives_nan_and_a_flag(tmp_path: Path):
     cases = []
     for number, norm_first in ((2, True), (2, False)):

@@ -56,11 +56,21 @@ class RotaryPositionEmbedding(nn.Module):
                 raise GraphError(f"{where}: {name}={number}; use more than 0")
             setattr(self, name, number)
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Radians [max_seq_len, 1, 1, rotated], fp32: row i is position offset + i."""
+    def forward(self, max_seq_len: int, offset: int | Tensor = 0) -> Tensor:
+        """Radians [max_seq_len, 1, 1, rotated], fp32: row i is position offset + i.
+
+        offset: a number, or a tensor of one element on the device of inv_freq.
+        Raises GraphError for anything else.
+        """
         where = "RotaryPositionEmbedding"
         count = as_count(max_seq_len, f"{where}: max_seq_len")
         device = self.inv_freq.device
+        if not isinstance(offset, Tensor):
+            as_number(offset, f"{where}: offset")
+        elif offset.numel() != 1 or offset.is_complex():
+            raise GraphError(
+                f"{where}: offset is {offset.dtype} {list(offset.shape)}; use one number"
+            )
         positions = torch.arange(count, device=device, dtype=torch.float32) + offset
         pretrained: Any = self.pretrained_max_position_embeddings
         factor: Any = self.seq_len_interpolation_factor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropegraph.api.checks import as_count
 from ropegraph.api.mla_ops import Mxfp8
 from ropegraph.api.plans import Recording, form_of, run
 from ropegraph.api.pygraph import pygraph
@@ -50,7 +51,7 @@ def fused_mla_kv_rope_mxfp8(
     where = "fused_mla_kv_rope_mxfp8"
     kv = as_tensor(kv, f"{where}: kv", "s, b, h, 256")
     s, b, h, width = kv.shape
-    if width != NOPE + VALUE or v_head_dim != VALUE:
+    if width != NOPE + VALUE or as_count(v_head_dim, f"{where}: v_head_dim") != VALUE:
         raise GraphError(
             f"{where}: kv {list(kv.shape)} with v_head_dim={v_head_dim}; a head is {NOPE} channels "
             f"of the key and {VALUE} of the value; {_ELSE}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropegraph.api.angle_source import context_parallel
 from ropegraph.api.checks import as_count, as_flag, as_list
-from ropegraph.compat.checks import as_tensor, optional
+from ropegraph.compat.checks import as_tensor, check_floating, optional
 from ropegraph.compat.linear import Linear, port
 from ropegraph.compat.recipes import qkv_rope
 from ropegraph.compat.transformer_engine.formats import (
@@ -56,9 +56,10 @@ def apply_fused_qkv_rotary_pos_emb(
             f"{where}: cu_seqlens has no meaning for {tensor_format}; leave it out, or rotate "
             "packed sequences with apply_rotary_pos_emb(..., tensor_format='thd')"
         )
-    q_table = as_tensor(q_freqs, f"{where}: q_freqs", "s2, 1, 1, d2").float()
-    is_one = k_freqs is q_freqs
-    k_table = q_table if is_one else as_tensor(k_freqs, f"{where}: k_freqs", "s2, 1, 1, d2").float()
+    for name, table in (("q_freqs", q_freqs), ("k_freqs", k_freqs)):
+        check_floating(as_tensor(table, f"{where}: {name}", "s2, 1, 1, d2"), f"{where}: {name}")
+    q_table = q_freqs.float()
+    k_table = q_table if k_freqs is q_freqs else k_freqs.float()
     call = _Call(qkv_split_arg_list, tensor_format, interleaved, cp_size, cp_rank, start_positions)
     return call.forward(where, qkv, q_table, k_table)
 

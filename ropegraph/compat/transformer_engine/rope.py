@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropegraph.api.angle_source import context_parallel
 from ropegraph.api.checks import as_flag
-from ropegraph.compat.checks import as_tensor, optional, wants_gradient
+from ropegraph.compat.checks import as_tensor, check_floating, optional, wants_gradient
 from ropegraph.compat.linear import Linear, port
 from ropegraph.compat.recipes import rope
 from ropegraph.compat.transformer_engine.formats import (
@@ -54,6 +54,7 @@ def apply_rotary_pos_emb(
     where = "apply_rotary_pos_emb"
     is_fused = as_flag(fused, f"{where}: fused")
     freqs = as_tensor(freqs, f"{where}: freqs", "s2, 1, 1, d2")
+    check_floating(freqs, f"{where}: freqs")
     if not is_fused and wants_gradient(freqs):
         raise GraphError(
             f"{where}: freqs requires grad, and fused=False has no gradient of it here; use "

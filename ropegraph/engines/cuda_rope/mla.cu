@@ -195,17 +195,18 @@ struct Pairs {
 
 // ---- the rotation -------------------------------------------------------------------------------
 
-// first: a c - x s, else a c + x s, where x s is rounded, and the sum once more: in bf16 if data
-// and tables are, else in fp32 and then to the type of the data.
+// first: x1 c - x2 s, else x1 s + x2 c. The product with x2 is rounded, and the sum once more: in
+// bf16 if data and tables are, else in fp32 and then to the type of the data.
 template <typename D, typename T>
-__device__ inline D turned(bool first, D a, D x, T c, T s) {
+__device__ inline D turned(bool first, D x1, D x2, T c, T s) {
+  const T one = first ? c : s, two = first ? s : c;
   if constexpr (kIsSame<D, __nv_bfloat16> && kIsSame<T, __nv_bfloat16>) {
     // In fp32 the product of two bf16 numbers is exact.
-    const float product = as_float(rounded<__nv_bfloat16>(times(as_float(x), as_float(s))));
-    return MLA_FMA_BF16(a, c, rounded<__nv_bfloat16>(first ? minus(product) : product));
+    const float product = as_float(rounded<__nv_bfloat16>(times(as_float(x2), as_float(two))));
+    return MLA_FMA_BF16(x1, one, rounded<__nv_bfloat16>(first ? minus(product) : product));
   } else {
-    const float product = times(as_float(x), as_float(s));
-    return rounded<D>(fused(as_float(a), as_float(c), first ? minus(product) : product));
+    const float product = times(as_float(x2), as_float(two));
+    return rounded<D>(fused(as_float(x1), as_float(one), first ? minus(product) : product));
   }
 }
 
@@ -220,8 +221,7 @@ __device__ inline Vec<MLA_DATA, V> turned(const Params& p, int b, int token, int
   Vec<MLA_DATA, V> y;
 #pragma unroll
   for (int k = 0; k < V; ++k) {
-    const MLA_DATA x1 = x.get(2 * k), x2 = x.get(2 * k + 1);
-    y.set(k, turned(first, first ? x1 : x2, first ? x2 : x1, cos.element()[k], sin.element()[k]));
+    y.set(k, turned(first, x.get(2 * k), x.get(2 * k + 1), cos.element()[k], sin.element()[k]));
   }
   return y;
 }

@@ -531,6 +531,15 @@ __device__ inline void norm_walk(const NormParams& p) {
 
 // ---- backward -----------------------------------------------------------------------------------
 
+// True where the row that the lane holds a part of is zero. All lanes must come here.
+template <int V, int T, int P>
+__device__ inline bool is_zero(Row<V, T, P>& row, const Split& split, int lane) {
+  bool is_any = false;
+  row.each([&](float& value) { is_any |= value != 0.0f; });
+  const unsigned lanes = split.lanes < kLanes ? (1u << split.lanes) - 1 : kAll;
+  return !(__ballot_sync(kAll, is_any) & lanes << rows_before(split, lane) * split.lanes);
+}
+
 // A part of the heads of every token that this warp comes to; `warp` of norm.warps.
 template <int V, int T, int P, int A>
 __device__ inline void norm_items(const Job& job, const Norm& norm, int part, int warp, int lane) {
@@ -581,13 +590,20 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       const bool is_there = is_token && head < to;
       Row<V, T, P> grad = held_dy.template wide<ROPE_READ_PAIRS>();
       Row<V, T, P> n = held_x.template wide<ROPE_WRITE_PAIRS>();
-      const float own = inverse;
+      float own = inverse;
       load();
       if constexpr (kFirst) turn_row(turn, job.factor, scale, grad);
       else turn_row(forth, job.factor, scale, n);
       // A token of no sequence: nothing comes from it, and nothing of the weight.
       if (is_dead) grad.each([](float& value) { value = 0.0f; });
       n.each([&](float& value) { value = times(value, own); });
+      // Where nothing comes back for a row nothing is asked of x: padding may hold NaN, and has no
+      // number for its inverse then.
+      if (__ballot_sync(kAll, is_there && (is_dead || !(own > 0.0f)))) {  // of the whole warp
+        const bool is_silent = is_zero(grad, split, lane);
+        n.each([&](float& value) { value = is_silent ? 0.0f : value; });
+        own = is_silent ? 0.0f : own;
+      }
 #pragma unroll
       for (int k = 0; k < V; ++k) {
 #pragma unroll

@@ -472,8 +472,11 @@ __device__ inline long long position_of(const Job& job, const Token& first, int 
 __device__ inline long long position_of(const Job& job, const Token& first, int nth) {
   const int s = first.s + nth, half = first.rows / 2;
   const int chunks = s < half ? job.cp_rank : 2 * job.cp_size - 2 - job.cp_rank;
-  const unsigned long long start = job.ids ? job.ids[first.b * job.id_b] : 0;
-  return start + s + static_cast<long long>(half) * chunks;
+  const long long start = job.ids ? job.ids[first.b * job.id_b] : 0;
+  const long long place = s + static_cast<long long>(half) * chunks;
+  // At most 2^63 - 1, which in fp64 is the same position.
+  constexpr long long most = 0x7fffffffffffffffLL;
+  return place > most - max(start, 0LL) ? most : start + place;
 }
 
 #endif

@@ -40,8 +40,11 @@ def lanes(attrs: Rotation, sources: Sequence[Tensor], found: Places) -> Lanes:
 
 
 def _made(attrs: Rotation, inv_freq: Tensor, found: Places) -> Tensor:
+    # Past int64 the numbers of fp64 lie so far apart that the last of it is the same position.
     place = torch.tensor(
-        [[p or 0 for p in entry] for entry in found], dtype=torch.int64, device=inv_freq.device
+        [[min(p or 0, 2**63 - 1) for p in entry] for entry in found],
+        dtype=torch.int64,
+        device=inv_freq.device,
     )[:, None, :, None]
     if attrs.angle_precision == "exact":
         return place.double() * inv_freq

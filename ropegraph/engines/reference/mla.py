@@ -39,7 +39,7 @@ class RunMla:
             shared = torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], -1)
         else:
             first = _sum_of_products(x1, cos1, -x2, sin1, cos.dtype)
-            second = _sum_of_products(x2, cos2, x1, sin2, cos.dtype)
+            second = _sum_of_products(x1, sin2, x2, cos2, cos.dtype)
             shared = torch.cat([first, second], -1)
         heads = shared.expand(-1, kv.shape[1], -1, -1)
         made = {"key": torch.cat([kv[..., :n].double(), heads], -1), "value": kv[..., n:].double()}

@@ -52,6 +52,10 @@ class RunNormBackward:
         x, grad, inverse = (
             gather(step, port, env).double() for port in ("input", "grad", "inv_variance")
         )
+        # Where nothing comes back for a row nothing is asked of x: padding may hold NaN.
+        is_silent = (grad == 0).all(3, keepdim=True)
+        is_silent = is_silent.all(1, keepdim=True) if 1 in axes else is_silent
+        x, inverse = x.masked_fill(is_silent, 0), inverse.masked_fill(is_silent, 0)
         n, g = x * inverse, grad * _weight(step, self.attrs, env)
         if step.has("DX") and x.numel():
             scatter(step, "DX", env, inverse * (g - n * (g * n).mean(axes, keepdim=True)))

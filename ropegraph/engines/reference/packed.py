@@ -21,7 +21,13 @@ class RunPacked:
 
     @torch.no_grad()
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
-        step, whole = self.step, env[self.step.slot("qkv")]
+        step = self.step
+        whole: Tensor = env[step.slot("qkv")]
+        place = step.value("qkv").within or step.value("qkv").name
+        if whole.dim() == 3:
+            b, s, width = whole.shape
+            heads = sum(self.attrs.split)
+            whole = whole.view(b, s, heads, width // heads)
         axis = 3 if self.attrs.by_groups else 2
         parts = torch.split(whole, list(self.attrs.split), axis)
         for port, part in zip("qkv", parts, strict=True):
@@ -29,6 +35,8 @@ class RunPacked:
                 if isinstance(self.attrs, JoinQkv):
                     part.zero_()
                 continue
+            if step.value(port).within == place:
+                continue  # it is this part
             own = env[step.slot(port)]
             packed = _as_packed(own, self.attrs.by_groups, part.shape)
             if isinstance(self.attrs, JoinQkv):

@@ -76,9 +76,9 @@ def _chunks(step: Step, attrs: Rotation, sequence: int, length: int) -> list[int
             f"{_where(step)}: sequence {sequence} has length {length * size}, which 2*cp_size="
             f"{2 * size} does not divide"
         )
-    whole, chunk = list(range(length * size)), length // 2
-    cut = [whole[i * chunk : (i + 1) * chunk] for i in range(2 * size)]
-    return cut[rank] + cut[2 * size - 1 - rank]
+    whole, chunk = range(length * size), length // 2
+    front, behind = (whole[i * chunk : (i + 1) * chunk] for i in (rank, 2 * size - 1 - rank))
+    return [*front, *behind]
 
 
 def outside(step: Step, attrs: Rotation, found: Places) -> list[tuple[int, int]]:

@@ -95,12 +95,15 @@ class MlaBackwardStep:
 
 
 def rotate(k_rope: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Adjacent pairs of [b, 1, s, r] turned into halves, in the wider type of data and table."""
+    """Adjacent pairs of [b, 1, s, r] turned into halves, in the wider type of data and table.
+
+    In both halves the product with the second channel of a pair is the one that is rounded.
+    """
     dtype = torch.promote_types(k_rope.dtype, cos.dtype)
     x1, x2 = k_rope[..., 0::2], k_rope[..., 1::2]
     (cos1, cos2), (sin1, sin2) = (_rows(t, k_rope.shape[2]).chunk(2, -1) for t in (cos, sin))
     first = fma(x1, cos1, -product(x2, sin1, dtype), dtype)
-    second = fma(x2, cos2, product(x1, sin2, dtype), dtype)
+    second = fma(x1, sin2, product(x2, cos2, dtype), dtype)
     return torch.cat([first, second], dim=-1)
 
 

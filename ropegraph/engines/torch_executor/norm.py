@@ -69,7 +69,10 @@ class RmsNormStep(_NormStep):
 
 
 class RmsNormBackwardStep(_NormStep):
-    """DX and Dscale, whichever is wanted."""
+    """DX and Dscale, whichever is wanted.
+
+    Where nothing comes back for a row nothing is asked of x: padding may hold NaN.
+    """
 
     def __init__(self, step: Step, attrs: RmsNormBackward) -> None:
         super().__init__(step, attrs)
@@ -83,8 +86,11 @@ class RmsNormBackwardStep(_NormStep):
             if self.dscale >= 0:
                 env[self.dscale].zero_()
             return
-        inverse = env[self.inverse].to(self.dtype)
-        n = x * inverse
+        is_silent = (grad == 0).all(3, keepdim=True)
+        if 1 in self.over:
+            is_silent = is_silent.all(1, keepdim=True)
+        inverse = env[self.inverse].to(self.dtype).masked_fill(is_silent, 0)
+        n = (x * inverse).masked_fill(is_silent, 0)
         if self.dx >= 0:
             g = grad * self.weight(env)
             mean = (g * n).mean(self.over, keepdim=True)

@@ -85,7 +85,7 @@ class Positions:
             length = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None]
             index, dead = self._chunked(row, length), row >= length
         if self.starts >= 0:
-            index = index + env[self.starts].to(torch.int64)[:, None]
+            index = _from(env[self.starts].to(torch.int64)[:, None], index)
         return Rows(index if dead is None else index.masked_fill(dead, 0), dead)
 
     def _chunked(self, row: Tensor, length: Tensor | int) -> Tensor:
@@ -113,7 +113,7 @@ class Positions:
         first = begin[own]
         index = self._chunked(row - first, begin[own + 1] - first)
         if self.starts >= 0:
-            index = index + env[self.starts].to(torch.int64)[own]
+            index = _from(env[self.starts].to(torch.int64)[own], index)
         return Rows(index.masked_fill(dead, 0)[None], dead[None], broken, own[None])
 
     def _why_broken(self, cu: Tensor) -> Tensor | None:
@@ -179,3 +179,9 @@ class Positions:
                 f"positions from 0 to {count - 1}, or a longer table"
             )
         return rows
+
+
+def _from(start: Tensor, row: Tensor) -> Tensor:
+    """start + row, at most 2^63 - 1: in fp64 and in fp32 that is the same position."""
+    place = start + row
+    return torch.where(place < start, torch.iinfo(torch.int64).max, place)
