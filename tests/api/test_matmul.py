@@ -116,3 +116,44 @@ def test_arguments_without_a_meaning() -> None:
 def test_in_place_in_what_the_graph_makes_is_seen_by_nobody() -> None:
     """Forward and backward decide the fold alike: only what lies in a bound buffer is visible."""
     checked_prefill(in_place=True)
+
+
+@pytest.mark.parametrize("fold", ["auto", "off", "symmetric"])
+def test_a_prefill_with_norms_of_q_and_k_is_one_graph(fold: str) -> None:
+    """Projection; norm and rotation of Q and K in one launch, read from packed QKV; attention."""
+    given = {"x": normal(B, S, WIDTH), "w": normal(1, WIDTH, (H_Q + 2 * H_KV) * D, seed=1)}
+    given |= {f"w_{n}": normal(1, 1, 1, D, seed=i) for i, n in enumerate("qk", start=4)}
+    freqs = normal(S, 1, 1, D, seed=2).float()
+    g = rg.pygraph(io_data_type=F64, fold=fold)
+    t = {name: g.tensor_like(tensor, name=name) for name, tensor in given.items()}
+    angles = g.tensor_like(freqs, name="freqs")
+    split = g.split_qkv(g.matmul(t["x"], t["w"], name="project"), split=(H_Q, H_KV, H_KV))
+    heads = dict(zip("qkv", split, strict=True))
+    for n in "qk":
+        phase = rg.norm_forward_phase.TRAINING
+        normed, _ = g.rmsnorm(phase, heads[n], t[f"w_{n}"], epsilon=1e-6, name=f"norm_{n}")
+        heads[n] = g.rope(normed, angles, name=f"rope_{n}")
+    o, _ = g.sdpa(heads["q"], heads["k"], heads["v"], 0.3, use_causal_mask=True, name="attn")
+    o.set_output(True).set_name("o")
+    back = g.backward_graph(["o"], list(given))
+    pack = execute(g, given | {"freqs": freqs})
+    assert [s.name for s in g.plan.steps] == ["project", "norm_q+rope_q+norm_k+rope_k", "attn"]
+
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
+    qkv = (leaves["x"] @ leaves["w"]).unflatten(2, (-1, D)).transpose(1, 2)
+    q, k, v = qkv.split((H_Q, H_KV, H_KV), 1)
+    turn = freqs[:, 0, 0, : D // 2].double()
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        return oracle.rope(x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight, turn)
+
+    keys, values = (y.repeat_interleave(H_Q // H_KV, 1) for y in (turned(k, leaves["w_k"]), v))
+    keep = torch.ones(S, S, dtype=torch.bool).tril()
+    want, _ = oracle.attention(turned(q, leaves["w_q"]), keys, values, attn_scale=0.3, keep=keep)
+    torch.testing.assert_close(pack["o"], want.detach(), rtol=0, atol=1e-11)
+    d_o = normal(*want.shape, seed=3)
+    saved = {n: pack[n] if n in pack else given[n] for n in back.saved}
+    grads = execute(back, saved | {"do": d_o})
+    wanted = torch.autograd.grad(want, list(leaves.values()), d_o)
+    for name, exact_grad in zip(leaves, wanted, strict=True):
+        torch.testing.assert_close(grads[f"d{name}"], exact_grad, rtol=0, atol=1e-9)
