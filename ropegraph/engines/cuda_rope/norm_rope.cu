@@ -531,6 +531,34 @@ __device__ inline void norm_walk(const NormParams& p) {
 
 // ---- backward -----------------------------------------------------------------------------------
 
+// Of a pair: its angle, and the weights of its channels. In shared memory, as Blend is, where a pair
+// has one angle: tables with a column for each channel stay in registers.
+struct alignas(16) Kept {
+  float cos, sin, a, c;
+};
+
+constexpr bool kKeeps = kColumns == 1;
+
+// forth: against the angle.
+template <int V, int T, int P>
+__device__ inline void turn_row(const Kept (*kept)[kLanes], int lane, bool forth, float factor,
+                                float scale, Row<V, T, P>& row) {
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float cos = kept[t * V + k][lane].cos, sin = kept[t * V + k][lane].sin;
+      float &x1 = forth ? row.c[t][k] : row.a[t][k], &x2 = forth ? row.a[t][k] : row.c[t][k];
+      rotate_pair(factor, x1, x2, cos, sin, cos, sin, x1, x2);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], scale);
+  }
+}
+
 // True where the row that the lane holds a part of is zero. All lanes must come here.
 template <int V, int T, int P>
 __device__ inline bool is_zero(Row<V, T, P>& row, const Split& split, int lane) {
@@ -549,6 +577,15 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
   const Places<V, T, P>& weighed = kFirst ? out : in;
   const int from = part * job.part_heads, to = min(from + job.part_heads, job.heads);
   const Row<V, T, P> weight = weight_of(norm, weighed, 0, true);
+  __shared__ Kept block_kept[kKeeps ? NORM_WARPS : 1][kKeeps ? T * V : 1][kLanes];
+  Kept(*const kept)[kLanes] = block_kept[kKeeps ? threadIdx.x / kLanes : 0];
+  if constexpr (kKeeps) {
+#pragma unroll
+    for (int i = 0; i < T * V; ++i) {
+      kept[i][lane].a = weight.a[i / V][i % V];
+      kept[i][lane].c = weight.c[i / V][i % V];
+    }
+  }
   Row<V, T, P> sums;
   sums.each([](float& x) { x = 0.0f; });
 
@@ -579,11 +616,25 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
     load();
     Turn<V> turn[T], forth[T];
     turn_of<V, T, A>(job, token, seat, lane, turn);
-    if constexpr (!kFirst) {
+    if constexpr (kKeeps) {
+#pragma unroll
+      for (int i = 0; i < T * V; ++i) {
+        kept[i][lane].cos = turn[i / V].cos[0][i % V];
+        kept[i][lane].sin = turn[i / V].sin[0][i % V];
+      }
+    } else if constexpr (!kFirst) {
 #pragma unroll
       for (int t = 0; t < T; ++t) reverse(turn[t], forth[t]);
     }
     const float scale = pass_scale(job, token, seat);
+    const auto turn_back = [&](Row<V, T, P>& row) {
+      if constexpr (kKeeps) turn_row(kept, lane, false, job.factor, scale, row);
+      else turn_row(turn, job.factor, scale, row);
+    };
+    const auto turn_forth = [&](Row<V, T, P>& row) {
+      if constexpr (kKeeps) turn_row(kept, lane, true, job.factor, scale, row);
+      else turn_row(forth, job.factor, scale, row);
+    };
 
     for (int unit = from; unit < to; unit += split.heads) {
       const int head = unit + seat.head;
@@ -592,8 +643,9 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       Row<V, T, P> n = held_x.template wide<ROPE_WRITE_PAIRS>();
       float own = inverse;
       load();
-      if constexpr (kFirst) turn_row(turn, job.factor, scale, grad);
-      else turn_row(forth, job.factor, scale, n);
+      asm volatile("" ::: "memory");  // what is kept must not go back into registers
+      if constexpr (kFirst) turn_back(grad);
+      else turn_forth(n);
       // A token of no sequence: nothing comes from it, and nothing of the weight.
       if (is_dead) grad.each([](float& value) { value = 0.0f; });
       n.each([&](float& value) { value = times(value, own); });
@@ -616,10 +668,23 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
           sums.p[i][k] = fused(grad.p[i][k], n.p[i][k], sums.p[i][k]);
         }
       }
-      grad.with(weight, [](float& value, float w) { value = times(value, w); });
+      if constexpr (kKeeps) {
+#pragma unroll
+        for (int i = 0; i < T * V; ++i) {
+          float &a = grad.a[i / V][i % V], &c = grad.c[i / V][i % V];
+          a = times(a, kept[i][lane].a);
+          c = times(c, kept[i][lane].c);
+        }
+#pragma unroll
+        for (int i = 0; i < P * V; ++i) {
+          grad.p[i / V][i % V] = times(grad.p[i / V][i % V], weight.p[i / V][i % V]);
+        }
+      } else {
+        grad.with(weight, [](float& value, float w) { value = times(value, w); });
+      }
       const float mean = lane_sum(dot(grad, n), lane, 1, split.lanes) * norm.per;
       grad.with(n, [&](float& g, float value) { g = times(own, fused(minus(value), mean, g)); });
-      if constexpr (!kFirst) turn_row(turn, job.factor, scale, grad);
+      if constexpr (!kFirst) turn_back(grad);
       if (is_dead) grad.each([&](float& value) { value = token.value; });
       if (job.y && is_there) {
         Packed<ROPE_OUT, V, T, P> written;
