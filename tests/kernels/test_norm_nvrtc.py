@@ -54,7 +54,7 @@ def test_the_usual_variants_spill_nothing(
         assert set(found) == set(each.kernels)
         record_property(f"{arch} {' '.join(each.options)}", str(found))
         # Tuned on sm_90; elsewhere a few numbers may be put aside.
-        limit = 32 if arch not in ("sm_80", "sm_90") else 0
+        limit = 64 if arch not in ("sm_80", "sm_90") else 0
         assert all(one.spill <= limit for one in found.values()), f"{each} on {arch}: {found}"
         # The shared memory of an SM of sm_120 is enough for 20 blocks.
         resident = min(each.resident, 20 * each.warps) if arch == "sm_120" else each.resident
