@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-		--no-build-isolation --editable '.[dev]'
+		--no-build-isolation --config-settings editable_mode=compat --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 		--no-deps nvidia-cudnn-frontend
 	touch $@

@@ -4,6 +4,9 @@ Record rope and sdpa with cuDNN Frontend's names, fold the softmax scale into th
 graph on a GPU or, by torch, anywhere. ``import ropegraph as cudnn`` ports a script.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from ropegraph.api.enums import (
     attention_implementation,
     build_plan_policy,
@@ -35,6 +38,16 @@ from ropegraph.errors import (
 from ropegraph.ir.contract import FoldContract
 
 __version__ = "0.1.0"
+
+# Imported when first asked for: a graph needs none of them.
+_PACKAGES = ("angles", "compat", "functional", "nn")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PACKAGES:
+        return import_module(f"ropegraph.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # FE's name for a graph that no engine takes.
 cudnnGraphNotSupportedError = UnsupportedError  # noqa: N816

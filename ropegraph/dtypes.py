@@ -51,12 +51,25 @@ class DType(Enum):
 FLOATS = (DType.HALF, DType.BFLOAT16, DType.FLOAT, DType.DOUBLE)
 INDEX = (DType.INT32, DType.INT64)
 
-_BY_NAME = {name: d for d in DType for name in (d.name, d.name.lower(), d.torch_name) if name}
 _SHORT = {
     DType.HALF: "fp16",
     DType.BFLOAT16: "bf16",
     DType.FLOAT: "fp32",
     DType.DOUBLE: "fp64",
+}
+
+
+def _words(dtype: DType) -> tuple[str, ...]:
+    """fp32 and f32, for floating types."""
+    word = _SHORT.get(dtype, "")
+    return word, word.replace("fp", "f")
+
+
+_BY_NAME = {
+    name: dtype
+    for dtype in DType
+    for name in (dtype.name, dtype.name.lower(), dtype.torch_name, *_words(dtype))
+    if name
 }
 
 
@@ -79,8 +92,8 @@ def as_dtype(given: object, argument: str = "data_type") -> DType:
     if text in _BY_NAME:
         return _BY_NAME[text]
     raise GraphError(
-        f"{argument}={given!r} is not a data type; use a torch dtype such as torch.bfloat16 "
-        f"or one of {', '.join('data_type.' + d.name for d in DType)}"
+        f"{argument}={given!r} is not a data type; use a torch dtype such as torch.bfloat16, its "
+        f"name, or one of {', '.join('data_type.' + d.name for d in DType)}"
     )
 
 

@@ -20,6 +20,7 @@ from ropegraph.api.recording import Recorder
 from ropegraph.api.sdpa_ops import SdpaOps
 from ropegraph.api.svg import to_svg
 from ropegraph.api.tensor import Tensor
+from ropegraph.api.variant_pack import meant
 from ropegraph.compile import device_of, engine_names
 from ropegraph.dtypes import as_compute, as_dtype
 from ropegraph.errors import GraphError
@@ -255,8 +256,9 @@ class pygraph(  # noqa: N801 - FE's name
         name = as_name(name, "find_tensor")
         found = [t for t in self.recorder.tensors if t.get_name() == name]
         if len(found) != 1:
-            names = ", ".join(sorted(t.get_name() for t in self.recorder.tensors))
-            raise GraphError(f"{name!r} names {len(found)} tensors; the names are {names}")
+            names = sorted(t.get_name() for t in self.recorder.tensors)
+            count = f"{len(found)} tensors" if found else f"no tensor{meant(name, names)}"
+            raise GraphError(f"{name!r} names {count}; the names are {', '.join(names)}")
         return found[0]
 
     @property

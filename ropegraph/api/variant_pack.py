@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from ropegraph.api.recording import Recorder
@@ -24,6 +25,13 @@ def keys_of(recorder: Recorder) -> dict[Any, str]:
     return found
 
 
+def meant(key: object, names: Sequence[str]) -> str:
+    """The end of a message about a name that is none: the nearest one, if there is one."""
+    folded = {name.lower(): name for name in names}
+    near = get_close_matches(str(key).lower(), folded, n=1)
+    return f" (did you mean {folded[near[0]]!r}?)" if near else ""
+
+
 class Keys:
     """Every key that a pack may use, looked up once; the recording is closed by then.
 
@@ -31,7 +39,7 @@ class Keys:
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.graph = recorder.name
+        self.graph, self.tensors = recorder.name, recorder.tensors
         self.names = keys_of(recorder)
         self.counts: Mapping[Any, int] = Counter(t.get_name() for t in recorder.tensors)
         self.bound = {
@@ -68,11 +76,16 @@ class Keys:
             return
         if isinstance(key, Tensor):
             raise GraphError(f"execute: tensor {key.get_name()!r} belongs to another graph")
-        names = sorted(n for n in self.names if isinstance(n, str))
-        found = f"{self.counts[key]} tensors" if self.counts[key] else "no tensor"
+        if self.counts[key] > 1:
+            raise GraphError(
+                f"execute: {key!r} names {self.counts[key]} tensors of graph {self.graph!r}; give "
+                "the Tensor itself or its uid, or call set_name on one of them"
+            )
+        bindable = (t.get_name() for t in self.tensors if not t.get_is_virtual())
+        names = sorted(name for name in bindable if name in self.names)
         raise GraphError(
-            f"execute: {key!r} names {found} of graph {self.graph!r}; "
-            f"names of one tensor are {', '.join(names)}"
+            f"execute: {key!r} names no tensor of graph {self.graph!r}{meant(key, names)}; there "
+            f"are {', '.join(names)}"
         )
 
     def _refuse_twice(self, pack: Mapping[Any, Any]) -> None:

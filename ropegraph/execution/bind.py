@@ -192,13 +192,13 @@ class Binder:
         """Who uses a value, and what may be bound to it: the end of a message."""
         users = [
             f"{port} of {node.name!r}"
-            for node in self.plan.graph.nodes
+            for node in self.plan.graph.singles
             for port, value in (*node.inputs.items(), *node.outputs.items())
             if value == name
         ]
         value = self.values[name]
         role = ", ".join(users) or "offsets of a ragged tensor"
-        return f"({role}); bind a {short(value.dtype)} tensor {list(value.dim)}"
+        return f"({role}); bind a tensor {list(value.dim)} of {short(value.dtype)}"
 
     def _check(self, env: list[Any], workspace: Tensor | None) -> list[tuple[int, Value]]:
         """Raise GraphError for the first wrong buffer; return the values that need their dim."""

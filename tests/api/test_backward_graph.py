@@ -41,7 +41,11 @@ def test_tensors_or_names_once_or_repeated(outputs: Any, inputs: Any):
 BAD: dict[str, tuple[Any, Any, str]] = {
     "no output": ([], ["q"], "give at least one output and one input"),
     "no input": (["o"], [], "give at least one output and one input"),
-    "an unknown name": (["o"], ["Q"], "'Q' names 0 tensors; the names are f, k, k_rot, o, q"),
+    "an unknown name": (
+        ["o"],
+        ["Q"],
+        "'Q' names no tensor (did you mean 'q'?); the names are f, k, k_rot, o, q",
+    ),
     "a number": ([5], ["q"], "outputs: 5 is no tensor of this graph"),
     "another graph": (["o"], [attention().find_tensor("q")], "inputs: Tensor('q'"),
     "an input as output": (["q"], ["q"], "output 'q' is an input of the graph"),

@@ -31,7 +31,7 @@ def emptied(x: torch.Tensor) -> torch.Tensor:
 BAD = {
     "a missing input": (
         lambda p: {n: x for n, x in p.items() if n != "v"},
-        ["no buffer is bound to 'v' (v of 'attn')", "bind a fp32 tensor [2, 3, 7, 4]"],
+        ["no buffer is bound to 'v' (v of 'attn')", "bind a tensor [2, 3, 7, 4] of fp32"],
     ),
     "a missing output": (
         lambda p: {n: x for n, x in p.items() if n != "o"},
@@ -92,7 +92,10 @@ BAD = {
     ),
     "an unknown name": (
         lambda p: {**p, "Q": p["q"]},
-        ["'Q' names no tensor of graph 'graph'", "f, k, k_rot, o, q, q_rot, stats, v"],
+        [
+            "'Q' names no tensor of graph 'graph' (did you mean 'q'?)",
+            "there are f, k, o, q, stats, v",
+        ],
     ),
     "a key of no kind": (
         lambda p: {**p, 1.5: p["q"]},

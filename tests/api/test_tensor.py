@@ -367,7 +367,7 @@ def test_node_names_count_and_never_repeat():
 def test_find_tensor():
     g = rotation()
     assert g.find_tensor("x").get_dim() == list(X)
-    with pytest.raises(GraphError, match="'z' names 0 tensors; the names are f, x, y"):
+    with pytest.raises(GraphError, match="'z' names no tensor; the names are f, x, y"):
         g.find_tensor("z")
     g.find_tensor("f").set_name("x")
     with pytest.raises(GraphError, match="'x' names 2 tensors"):

@@ -68,7 +68,7 @@ def test_a_name_that_two_tensors_have():
     g.find_tensor("f").set_name("x")
     x, f = g.tensors[0], g.tensors[1]
     y = torch.full(X, torch.nan)
-    with pytest.raises(GraphError, match="'x' names 2 tensors of graph 'graph'; names of one"):
+    with pytest.raises(GraphError, match="'x' names 2 tensors of graph 'graph'; give the Tensor"):
         g.execute({"x": torch.ones(X), f: torch.zeros(5, 1, 1, 8), "y": y})
     assert bool(y.isnan().all())
     g.execute({x: torch.ones(X), f: torch.zeros(5, 1, 1, 8), "y": y})
