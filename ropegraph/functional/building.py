@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ from ropegraph.api.handle import Handle
 from ropegraph.api.plans import LIMIT, Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.wrapper import graph_cache
-from ropegraph.functional.kind import Kind, fresh, has_angles
+from ropegraph.functional.kind import Kind, fresh, is_prepared
 from ropegraph.functional.plan import Plan, SlotForms
-from ropegraph.functional.unturned import make_deterministic, moves_channels, unturned
+from ropegraph.functional.unturned import can_turn_in_place, make_deterministic, unturned
 
 
 class Forward(NamedTuple):
@@ -148,14 +149,16 @@ def _backward(job: Backward) -> Plan:
     for name in names:
         grad, form = graph.find_tensor(f"d{name}"), forms[name]
         if grad.get_ragged_offset() is None and form is not None:
-            grad.set_stride(fresh(form).stride)
+            own = fresh(form).stride  # a weight [d] is [1, 1, 1, d] in the graph
+            ahead = len(grad.get_dim()) - len(own)
+            grad.set_stride((*(math.prod(form.dim),) * ahead, *own))
     incoming = graph.find_tensor(f"d{first}")
     given = results[first]
     if incoming.get_ragged_offset() is None and given is not None:
         incoming.set_stride(given.stride)
     if kind.named(job.attributes).get("deterministic"):
         make_deterministic(graph)
-    still = unturned(graph, names) if has_angles(given_forms) else {}
+    still = unturned(graph, names) if is_prepared(given_forms) else {}
     grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
@@ -165,11 +168,11 @@ def _backward(job: Backward) -> Plan:
         grads if "cu_seqlens" in given_forms else (),
     )
     for name, slot in still.items():
-        if "cu_seqlens" in given_forms or moves_channels(kind.named(attributes)):
+        if not can_turn_in_place(given_forms, kind.named(attributes)):
             plan.beside.append((name, fresh(given_forms[slot])))
         else:
             plan.in_place.append((name, f"d{slot}"))
-    if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
+    if kind.named(job.attributes).get("recompute_rope") and is_prepared(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
 from ropegraph.api.pygraph import pygraph
+from ropegraph.functional.kind import has_norms
 from ropegraph.ir.ops import SdpaBackward
 
 
-def moves_channels(attributes: dict[str, Any]) -> bool:
-    """True if a rotation writes its pairs in another order, which is no work for one buffer."""
-    return attributes["interleaved_output"] not in (None, attributes["interleaved"])
+def can_turn_in_place(forms: Container[str], attributes: dict[str, Any]) -> bool:
+    """True if one buffer serves: no norm beside the rotation, no pairs written in another order."""
+    moves_channels = attributes["interleaved_output"] not in (None, attributes["interleaved"])
+    return not (moves_channels or has_norms(forms) or "cu_seqlens" in forms)
 
 
 def unturned(graph: pygraph, names: list[str]) -> dict[str, str]:

@@ -77,6 +77,12 @@ SDPA: dict[str, dict[str, Any]] = {
     "recompute_rope": {"recompute_rope": True},
     "deterministic": {"deterministic": True},
 }
+WEIGHTS = torch.linspace(0.5, 1.5, D), torch.linspace(-1, 1, D)
+NORMS: dict[str, dict[str, Any]] = {
+    "q_norm": {"q_norm": WEIGHTS[0], "k_norm": torch.ones(D)},
+    "k_norm": {"q_norm": torch.ones(D), "k_norm": WEIGHTS[1]},
+    "norm_eps": {"q_norm": WEIGHTS[0], "k_norm": WEIGHTS[1], "norm_eps": 0.3},
+}
 CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
     "rope": (
         ROPE,
@@ -93,6 +99,7 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
         ATTENTION,
         ROTATION
         | SDPA
+        | NORMS
         | {
             "k_position_ids": {"position_ids": (None, IDS)},
             "k_start_positions": {"start_positions": (None, STARTS)},
@@ -108,6 +115,7 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
         QKV_ATTENTION,
         ROTATION
         | SDPA
+        | NORMS
         | {
             "split": {"split": (6, 1, 1)},
             "by_groups": {"by_groups": True, "freqs": table(LONG, 2)},
@@ -173,6 +181,22 @@ def test_a_changed_field_is_as_a_fresh_build(
             for g, w in zip(got, want if given is changes else want_base, strict=True):
                 assert g.dtype is w.dtype
                 assert torch.equal(g, w)
+
+
+def test_weights_of_norms_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what they are, not by what they hold; norm_eps by its value."""
+    monkeypatch.setattr(eager, "_calls", Kept[Any, Any](64))
+    x = data(4).bfloat16()
+    room = torch.randn(D, 2)
+    forms = (
+        room[:, 0], room[:, 1].clone(), room[:, 1].bfloat16(), torch.nn.Parameter(room[:, 0]),
+    )  # fmt: skip
+    for w in (*forms, forms[1] * 2, forms[2] * 2):
+        attention(x, x, x, table(LONG, D), q_norm=w, k_norm=forms[1])
+    assert len(getattr(eager, "_calls")) == 4  # noqa: B009
+    one = attention(x, x, x, table(LONG, D), q_norm=forms[1], k_norm=forms[1])
+    two = attention(x, x, x, table(LONG, D), q_norm=forms[1], k_norm=forms[1], norm_eps=0.5)
+    assert not torch.equal(one, two)
 
 
 def test_forms_of_tensors_are_told_apart() -> None:
