@@ -12,7 +12,7 @@ from ropegraph.api.handle import Handle
 from ropegraph.api.plans import LIMIT, Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.wrapper import graph_cache
-from ropegraph.functional.kind import Kind, fresh, is_prepared
+from ropegraph.functional.kind import Kind, fresh, has_angles, has_norms, is_prepared
 from ropegraph.functional.plan import Plan, SlotForms
 from ropegraph.functional.unturned import can_turn_in_place, make_deterministic, unturned
 
@@ -158,7 +158,8 @@ def _backward(job: Backward) -> Plan:
         incoming.set_stride(given.stride)
     if kind.named(job.attributes).get("deterministic"):
         make_deterministic(graph)
-    still = unturned(graph, names) if is_prepared(given_forms) else {}
+    to_turn = _to_turn(job, given_forms, names)
+    still = unturned(graph, names, to_turn)
     grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
@@ -169,12 +170,26 @@ def _backward(job: Backward) -> Plan:
     )
     for name, slot in still.items():
         if not can_turn_in_place(given_forms, kind.named(attributes)):
-            plan.beside.append((name, fresh(given_forms[slot])))
+            plan.beside.append((name, to_turn[slot]))
         else:
             plan.in_place.append((name, f"d{slot}"))
     if kind.named(job.attributes).get("recompute_rope") and is_prepared(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
+
+
+def _to_turn(job: Backward, forms: dict[str, Form], names: list[str]) -> dict[str, Form]:
+    """Forms of the gradients of the rotated q and k, if those of q and k are made from them.
+
+    Where there are norms, their weights and packed QKV are served by the same gradients.
+    """
+    if has_norms(forms):
+        kept = _without_recompute(job.kind.named(job.attributes))
+        made = job.kind.forms(forms, kept, training=True)
+        return {x: made[f"{x}_rot"] for x in "qk" if f"{x}_rot" in made}
+    if not has_angles(forms):
+        return {}
+    return {x: fresh(forms[x]) for x in "qk" if x in names}
 
 
 def _without_recompute(attributes: dict[str, Any]) -> dict[str, Any]:

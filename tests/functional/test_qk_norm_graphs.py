@@ -115,15 +115,25 @@ def test_the_bits_of_a_graph_by_hand(
 
 
 @pytest.mark.parametrize("options", [{}, {"fold": "symmetric"}, {"recompute_rope": True}])
+@pytest.mark.parametrize("turn", [True, False])
+@pytest.mark.parametrize("kind", ["heads", "packed", "weights"])
 def test_gradients_beside_the_workspace(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, turn: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where the workspace holds no gradient; none is turned in its own buffer."""
     monkeypatch.setattr(building, "Handle", lambda device: None)
     monkeypatch.setattr(building, "_built", getattr(building, "_build"))  # noqa: B009
     monkeypatch.setattr(eager, "_calls", Kept[Any, Any](8))
-    inputs = (*heads(F64), *weights())
-    check(ours(*inputs, **options), formula(*inputs), inputs)
+    (w_q, w_k), (x, parts) = weights(), packed()
+    freqs = table() if turn else None
+    given = {"q_norm": w_q, "k_norm": w_k, "norm_eps": EPS, "is_causal": True, **options}
+    if kind == "packed":
+        got = qkv_attention(x, freqs, split=SPLIT, **given)
+    else:
+        parts = [part.detach().requires_grad_(kind == "heads") for part in parts]
+        got = attention(*parts, freqs, enable_gqa=True, **given)
+    inputs = {"heads": (*parts, w_q, w_k), "packed": (x, w_q, w_k), "weights": (w_q, w_k)}
+    check(got, formula(*parts, w_q, w_k, turn=turn), inputs[kind])
     (call,) = calls()
     plan = call._backward
     assert plan is not None
