@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 import ropegraph as rg
-from ropegraph.functional import (
-    attention,
-    qkv_attention,
-)
+from ropegraph.functional import attention, dispatch, qkv_attention, rope
+from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.testing import budget, oracle
 from ropegraph.testing.inputs import placed
 from tests.functional.cases import F64, H_KV, H_Q, LENGTHS, B, D, S, heads, table
@@ -228,3 +226,34 @@ def test_autocast_leaves_weights_in_f32() -> None:
     assert all(g.dtype is torch.float32 for g in torch.autograd.grad(o.sum(), (*inputs, *w)))
     halves = (x.detach().half().bfloat16() for x in w)
     assert torch.equal(third, ours(*(x.bfloat16() for x in inputs), *halves))
+
+
+def test_rounded_once_after_the_rotation() -> None:
+    q, w = heads(BF16)[0].detach(), weights(torch.float32)[0].detach()
+    freqs, none = table()[:, None, None], (None,) * 7
+    turn = (0, None, False, None, 1.0, False, False, None, "float32", "fp32", EPS, "q_norm")
+    got = dispatch.call(NORM_ROPE, (q, w, freqs, *none), turn)
+    exact = oracle.rope(norm(q.double(), w.double()), oracle.angles(S, D))
+    once = exact.bfloat16()
+    twice = rope(torch.nn.functional.rms_norm(q.float(), (D,), w, EPS).bfloat16(), table())
+    assert (got == once).double().mean() > 0.99
+    assert (twice == once).double().mean() < 0.9
+
+
+@pytest.mark.parametrize("kind", ["heads", "packed"])
+def test_finite_padding_changes_no_gradient(kind: str) -> None:
+    made: list[tuple[Tensor, ...]] = []
+    w_q, w_k = weights(torch.float32)
+    for fill in (0.0, 3e4):
+        x, _ = packed(torch.float32)
+        with torch.no_grad():
+            x[1, 5:] = fill
+        given = {"q_norm": w_q, "k_norm": w_k, "norm_eps": EPS, "seq_lens": LENGTHS}
+        if kind == "packed":
+            o = qkv_attention(x, table(), split=SPLIT, **given)
+        else:
+            parts = (part.transpose(1, 2) for part in x.split(SPLIT, dim=2))
+            o = attention(*parts, table(), enable_gqa=True, **given)
+        made.append((o, *torch.autograd.grad(o.cos().sum(), (x, w_q, w_k))))
+    assert all(map(torch.equal, *made))
+    assert not made[0][1][1, 5:].any()
