@@ -93,11 +93,13 @@ class RotaryAttention(nn.Module):
             self.num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias,
             **of_factory,
         )  # fmt: skip
-        self.norm_eps = norm_eps
+        self.norm_eps = as_number(norm_eps, f"{where}: norm_eps")
+        if self.norm_eps < 0:
+            raise GraphError(f"{where}: norm_eps={norm_eps:g} is negative; use 0 or more")
         self.q_norm = self.k_norm = None
         if qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **of_factory)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **of_factory)
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps, **of_factory)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps, **of_factory)
 
     def forward(
         self,

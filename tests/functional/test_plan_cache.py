@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropegraph.functional import attention, building, eager, qkv_attention, rope
+from ropegraph.functional import attention, building, dispatch, eager, qkv_attention, rope
+from ropegraph.functional.arguments import angles
 from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.kept import Kept
-from ropegraph.functional.kind import Kind
+from ropegraph.functional.kind import TABLES, Kind
+from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.functional.packed import QKV_ATTENTION
 from ropegraph.functional.turn import ROPE
 from tests.functional.cases import table
@@ -123,6 +125,17 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
             "in_place": {"in_place": True},
         },
     ),
+    "norm_rope": (
+        NORM_ROPE,
+        ROTATION
+        | {
+            "x": {"packed": True},
+            "weight": {"weight": WEIGHTS[1]},
+            "norm_eps": {"norm_eps": 0.3},
+            "part": {"part": "k_norm"},
+            "cu_seqlens": {"one": True, "cu_seqlens": torch.tensor([0, 3, 8])},
+        },
+    ),
 }
 FIELDS = [(name, field) for name, (_, fields) in CHANGES.items() for field in fields]
 
@@ -131,7 +144,7 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
     """The result and all gradients of one call."""
     options = {"freqs": table(LONG, D), **changes}
     flags = {n: options.pop(n, None) for n in ("one", "packed", "double", "keys", "deterministic")}
-    heads = {"rope": [4], "attention": [4, 4, 4], "qkv_attention": [8]}[name]
+    heads = {"attention": [4, 4, 4], "qkv_attention": [8]}.get(name, [4])
     xs = [data(h, i, flags["keys"] or S if i else S) for i, h in enumerate(heads)]
     xs = [x[:1] if flags["one"] else x for x in xs]
     xs[0] = as_packed(xs[0]) if flags["packed"] else xs[0]
@@ -141,6 +154,8 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
     try:
         if name == "rope":
             o = rope(xs[0], **options)
+        elif name == "norm_rope":
+            o = norm_rope(xs[0], **options)
         elif name == "attention":
             o = attention(*xs, **options)
         else:
@@ -149,6 +164,26 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
         return [o, *torch.autograd.grad(o.square().sum(), xs)]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor = WEIGHTS[0],
+    norm_eps: float = 1e-6,
+    part: str = "q_norm",
+    **options: Any,
+) -> Tensor:
+    """What attention over packed sequences does with Q and K."""
+    given = {
+        "rope_dim": 0, "interleaved": False, "attention_factor": 1.0, "inverse": False,
+        "half_width": False, "angle_precision": "float32", "numerics": "fp32", **options,
+    }  # fmt: skip
+    tables = angles(*(given.get(name) for name in TABLES))
+    positions = (given.get(name) for name in NORM_ROPE.optional[len(TABLES) :])
+    turn = (given.get(name) for name, _ in NORM_ROPE.attributes[:-2])
+    return dispatch.call(
+        NORM_ROPE, (x, weight, *tables, *positions), (*turn, norm_eps, part)
+    )  # fmt: skip
 
 
 @contextmanager

@@ -257,3 +257,16 @@ def test_finite_padding_changes_no_gradient(kind: str) -> None:
         made.append((o, *torch.autograd.grad(o.cos().sum(), (x, w_q, w_k))))
     assert all(map(torch.equal, *made))
     assert not made[0][1][1, 5:].any()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tensors_without_memory(recompute: bool) -> None:
+    inputs = [x.to("meta").requires_grad_() for x in (*heads(), *weights(torch.float32))]
+    o = ours(*inputs, freqs=table().to("meta"), recompute_rope=recompute)
+    assert o.shape == inputs[0].shape
+    grads = torch.autograd.grad(o.sum(), inputs)
+    assert [g.shape for g in grads] == [x.shape for x in inputs]
+    row = [x.detach()[:1] for x in inputs[:3]]
+    bounds = torch.tensor([0, S], device="meta")
+    o = ours(*row, *inputs[3:], freqs=table().to("meta"), cu_seqlens=bounds)
+    assert [g.shape for g in torch.autograd.grad(o.sum(), inputs[3:])] == [(D,), (D,)]

@@ -288,6 +288,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 1.0}, "dropout=1.0; use 0 or more, and less than 1"),
     "window": ({"window": 0}, "window=0; use 1 or more"),
     "both": ({"window": 3, "is_causal": False}, "window=3 counts .* needs is_causal=True"),
+    "epsilon": ({"qk_norm": True, "norm_eps": -1.0}, "norm_eps=-1 is negative; use 0 or more"),
+    "no epsilon": ({"qk_norm": True, "norm_eps": None}, "norm_eps=None is not a number"),
     "angles": ({"angles": RotaryAngles(head_dim=16)}, "angles of 16 channels for heads of 8"),
     "rope": ({"angles": {"rope_type": "yarn", "factr": 2.0}}, "did you mean factor"),
 }
