@@ -135,7 +135,7 @@ def attention(
                 "rotate by rope(q, freqs, cu_seqlens=cu_seqlens) first"
             )
         q, k, v = tokens(where, q), tokens(where, k), tokens(where, v)
-        if weights != (None, None):
+        if weights[0] is not None:
             own_k = (k_ids, k_starts) if has_ids or has_starts else (q_ids, q_starts)
             own_q, last = (q_ids, q_starts), (*turn, norm_eps)
             q = call(NORM_ROPE, (q, weights[0], *tables, *own_q, cu_seqlens), (*last, "q_norm"))
