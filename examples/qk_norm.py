@@ -1,8 +1,9 @@
 """QK norm: every head of Q and K is normalised before it turns, as in Qwen3.
 
 Logits are then bounded by the weights of the norms, however large the projections are: from a start
-where they are much too large, a model with the norm learns faster than one without. The module is
-checked against the formula in fp64.
+where they are much too large, a model with the norm learns faster than one without. Norms and
+rotations of Q and K are one launch, forward and backward. The module is checked against the formula
+in fp64.
 """
 
 import torch

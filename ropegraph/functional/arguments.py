@@ -95,6 +95,31 @@ def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
+def norms(where: str, q_norm: Any, k_norm: Any, data: Tensor, freqs: Tensor | None) -> Pair:
+    """The weights of both norms.
+
+    Raises GraphError for one of the two, and where freqs would need a gradient beside them.
+    data: Q. Under autocast, which chose its type, a weight of a third type is cast to it.
+    """
+    if q_norm is None and k_norm is None:
+        return None, None
+    if q_norm is None or k_norm is None:
+        given, missing = ("k_norm", "q_norm") if q_norm is None else ("q_norm", "k_norm")
+        raise GraphError(f"{where}: {given} is given but {missing} is not; give both, or neither")
+    if freqs is not None and freqs.requires_grad and torch.is_grad_enabled():
+        raise GraphError(
+            f"{where}: freqs requires grad, which it has not beside q_norm and k_norm: their "
+            "normalised Q and K are kept nowhere; detach it, or normalise q and k before the call"
+        )
+    weights = tensor(q_norm, "q_norm"), tensor(k_norm, "k_norm")
+    kind = data.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return weights
+    keep = (torch.float32, data.dtype)
+    q, k = (x if x is None or x.dtype in keep else x.to(data.dtype) for x in weights)
+    return q, k
+
+
 def seed(dropout_p: float, device: torch.device) -> Tensor | None:
     """What a dropout mask is made from, drawn by torch's generator: replays repeat it."""
     if not dropout_p:

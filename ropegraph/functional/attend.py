@@ -8,9 +8,10 @@ from ropegraph.api.checks import as_number
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
-from ropegraph.functional import checks
+from ropegraph.functional import checks, norms
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
+    NORMS,
     ROTATION,
     TABLES,
     Attribute,
@@ -20,11 +21,13 @@ from ropegraph.functional.kind import (
     declare,
     fresh,
     has_angles,
+    has_norms,
+    is_prepared,
     rotation,
-    widest,
 )
 
 POSITIONS = ("position_ids", "start_positions")
+K_POSITIONS = tuple(f"k_{name}" for name in POSITIONS)
 MASKS = ("seq_len_q", "seq_len_kv", "bias", "sink", "seed")
 SDPA: tuple[Attribute, ...] = (
     ("scale", "float?"),
@@ -38,12 +41,6 @@ SDPA: tuple[Attribute, ...] = (
     ("fold_log2", "bool"),
     ("deterministic", "bool"),
 )
-
-
-def stats_form(o: Form) -> Form:
-    """[b, h, s, 1], packed."""
-    b, h, s, _ = o.dim
-    return Form((b, h, s, 1), (h * s, s, 1, 1), widest(o.dtype), o.device)
 
 
 def sdpa(
@@ -74,9 +71,8 @@ def sdpa(
         softcap=attributes["softcap"],
         name="attention",
     )
-    return {"o": o, "q_rot": given["q_rot"], "k_rot": given["k_rot"]} | (
-        {} if stats is None else {"stats": stats}
-    )
+    made = {name: given[name] for name in (*norms.STATISTICS, "q_rot", "k_rot") if name in given}
+    return {"o": o, **made} if stats is None else {"o": o, "stats": stats, **made}
 
 
 def masks(graph: pygraph, forms: Forms) -> dict[str, Tensor]:
@@ -96,16 +92,20 @@ def settings(attributes: Attributes) -> dict[str, Any]:
 
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     checks.attention("attention", forms)
+    norms.check("attention", forms, attributes, forms["q"])
     q, k, v = (forms[name] for name in ("q", "k", "v"))
     o = fresh(q, (*q.dim[:3], v.dim[3]))
     if not training:
         return {"o": o}
-    stats = stats_form(o)
+    stats = norms.statistics_form(o)
     if "cu_seqlens" in forms:
         _, h, t, _ = q.dim
         stats = stats._replace(stride=(h * t, 1, h, 1))
     found = {"o": o, "stats": stats}
-    if has_angles(forms) and not attributes["recompute_rope"]:
+    if has_norms(forms):
+        made = map(norms.statistics_form, (q, k))
+        found |= dict(zip(norms.STATISTICS, made, strict=True))
+    if is_prepared(forms) and not attributes["recompute_rope"]:
         found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
     return found
 
@@ -115,6 +115,7 @@ def _record(
 ) -> dict[str, Tensor]:
     given = _heads(graph, forms, attributes)
     given |= masks(graph, forms)
+    norms.normalise(graph, given, forms, attributes, results)
     _rotate(graph, given, forms, attributes, (1.0, 1.0))
     made = sdpa(graph, given, attributes, results, forms["q"].dim[3])
     forms = {"q_rot": fresh(forms["q"]), "k_rot": fresh(forms["k"]), **results}
@@ -128,6 +129,7 @@ def _turn(
     graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
 ) -> dict[str, Tensor]:
     given = _heads(graph, forms, attributes)
+    norms.normalise(graph, given, forms, attributes, {})
     _rotate(graph, given, forms, attributes, factors)
     made = {name: given[name] for name in ("q_rot", "k_rot")}
     for name, x in (("q_rot", "q"), ("k_rot", "k")):
@@ -179,7 +181,7 @@ def _rotate(
         given["q_rot"], given["k_rot"] = given["q"], given["k"]
         return
     tables = declare(graph, forms, *TABLES)
-    positions = declare(graph, forms, *POSITIONS, *(f"k_{name}" for name in POSITIONS))
+    positions = declare(graph, forms, *POSITIONS, *K_POSITIONS)
     of_q = {name: positions[name] for name in POSITIONS if name in positions}
     of_k = of_q
     if attributes["own_k_positions"]:
@@ -195,16 +197,17 @@ ATTENTION = register(
     Kind(
         name="attention",
         data=("q", "k", "v"),
-        optional=(*TABLES, *POSITIONS, *(f"k_{name}" for name in POSITIONS), "cu_seqlens", *MASKS),
+        optional=(*NORMS, *TABLES, *POSITIONS, *K_POSITIONS, "cu_seqlens", *MASKS),
         attributes=(
             *ROTATION,
             *SDPA,
+            norms.NORM_EPS,
             ("recompute_rope", "bool"),
             ("own_k_positions", "bool"),
             ("max_seqlen", "SymInt?"),
         ),
-        results=("o", "stats", "q_rot", "k_rot"),
-        gradients=("q", "k", "v", "freqs", "bias", "sink"),
+        results=("o", "stats", *norms.STATISTICS, "q_rot", "k_rot"),
+        gradients=("q", "k", "v", *NORMS, "freqs", "bias", "sink"),
         turned={"q": "q_rot", "k": "k_rot"},
         forms=_forms,
         record=_record,

@@ -15,6 +15,7 @@ from ropegraph.functional.arguments import (
     band,
     broadcast,
     lengths,
+    norms,
     pair,
     refuse_turns,
     seed,
@@ -23,6 +24,8 @@ from ropegraph.functional.arguments import (
 )
 from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.dispatch import call
+from ropegraph.functional.norm_turn import NORM_ROPE
+from ropegraph.functional.norms import EPSILON
 
 
 def attention(
@@ -46,6 +49,9 @@ def attention(
     enable_gqa: bool = False,
     position_ids: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
     start_positions: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
     fold: str = "auto",
     fold_log2: bool = False,
     recompute_rope: bool = False,
@@ -81,10 +87,14 @@ def attention(
     sink: [h_q], one more logit a head.  dropout_p: seeded by torch's generator of the device.
     enable_gqa: allows fewer heads of k and v, as in torch.
     position_ids, start_positions: [b or 1, s] and [b], for both, or (of q, of k), either None.
+    q_norm, k_norm: [d_qk] each, both or neither: before the rotation each head of q and of k
+    becomes x / sqrt(mean(x^2) + norm_eps) * weight, in f32 (f64), in the launch that rotates, and
+    rounded once, after the rotation. f32 or the type of q.
     fold, fold_log2: as pygraph.  recompute_rope: rotates again in the backward, and keeps q and k,
     which the caller mostly has anyway, not their rotations.
     Returns [b, h_q, s_q, d_v] of the type of q, with memory in the order of q. Under autocast q, k
-    and v are cast. Gradients, once: q, k, v, bias, sink, and freqs (by torch alone).
+    and v are cast. Gradients, once: q, k, v, q_norm, k_norm, bias, sink, and, without norms,
+    freqs (by torch alone).
     Raises GraphError for what does not fit, for another tensor that requires grad, and where a
     second derivative is asked for.
     """
@@ -105,6 +115,12 @@ def attention(
     q_ids, k_ids, has_ids = pair("attention: position_ids", position_ids)
     q_starts, k_starts, has_starts = pair("attention: start_positions", start_positions)
     q, k, v = autocast((q, k, v))
+    weights = norms(where, q_norm, k_norm, q, freqs)
+    tables = angles(freqs, cos, sin, cos_sin, inv_freq)
+    turn = (
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+    )  # fmt: skip
     len_q, len_kv = lengths(where, seq_lens, cu_seqlens)
     if cu_seqlens is None and max_seqlen is not None:
         raise GraphError(
@@ -119,16 +135,20 @@ def attention(
                 "rotate by rope(q, freqs, cu_seqlens=cu_seqlens) first"
             )
         q, k, v = tokens(where, q), tokens(where, k), tokens(where, v)
+        if weights[0] is not None:
+            own_k = (k_ids, k_starts) if has_ids or has_starts else (q_ids, q_starts)
+            own_q, last = (q_ids, q_starts), (*turn, norm_eps)
+            q = call(NORM_ROPE, (q, weights[0], *tables, *own_q, cu_seqlens), (*last, "q_norm"))
+            k = call(NORM_ROPE, (k, weights[1], *tables, *own_k, cu_seqlens), (*last, "k_norm"))
+            weights, tables, norm_eps = (None, None), (None,) * len(tables), EPSILON
+            q_ids = q_starts = k_ids = k_starts = None
     slots = (
-        q, k, v, *angles(freqs, cos, sin, cos_sin, inv_freq),
-        q_ids, q_starts, k_ids, k_starts, cu_seqlens,
+        q, k, v, *weights, *tables, q_ids, q_starts, k_ids, k_starts, cu_seqlens,
         len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, q.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
-        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
-        half_width, table_layout, angle_precision, numerics,
-        scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
-        torch.are_deterministic_algorithms_enabled(),
+        *turn, scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
+        torch.are_deterministic_algorithms_enabled(), norm_eps,
         recompute_rope, has_ids or has_starts, max_seqlen,
     )  # fmt: skip
     return call(ATTENTION, slots, attributes)

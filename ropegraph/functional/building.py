@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ from ropegraph.api.handle import Handle
 from ropegraph.api.plans import LIMIT, Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.wrapper import graph_cache
-from ropegraph.functional.kind import Kind, fresh, has_angles
+from ropegraph.functional.kind import Kind, fresh, has_angles, has_norms, is_prepared
 from ropegraph.functional.plan import Plan, SlotForms
-from ropegraph.functional.unturned import make_deterministic, moves_channels, unturned
+from ropegraph.functional.unturned import can_turn_in_place, make_deterministic, unturned
 
 
 class Forward(NamedTuple):
@@ -148,14 +149,17 @@ def _backward(job: Backward) -> Plan:
     for name in names:
         grad, form = graph.find_tensor(f"d{name}"), forms[name]
         if grad.get_ragged_offset() is None and form is not None:
-            grad.set_stride(fresh(form).stride)
+            own = fresh(form).stride  # a weight [d] is [1, 1, 1, d] in the graph
+            ahead = len(grad.get_dim()) - len(own)
+            grad.set_stride((*(math.prod(form.dim),) * ahead, *own))
     incoming = graph.find_tensor(f"d{first}")
     given = results[first]
     if incoming.get_ragged_offset() is None and given is not None:
         incoming.set_stride(given.stride)
     if kind.named(job.attributes).get("deterministic"):
         make_deterministic(graph)
-    still = unturned(graph, names) if has_angles(given_forms) else {}
+    to_turn = _to_turn(job, given_forms, names)
+    still = unturned(graph, names, to_turn)
     grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
@@ -165,13 +169,27 @@ def _backward(job: Backward) -> Plan:
         grads if "cu_seqlens" in given_forms else (),
     )
     for name, slot in still.items():
-        if "cu_seqlens" in given_forms or moves_channels(kind.named(attributes)):
-            plan.beside.append((name, fresh(given_forms[slot])))
+        if not can_turn_in_place(given_forms, kind.named(attributes)):
+            plan.beside.append((name, to_turn[slot]))
         else:
             plan.in_place.append((name, f"d{slot}"))
-    if kind.named(job.attributes).get("recompute_rope") and has_angles(given_forms):
+    if kind.named(job.attributes).get("recompute_rope") and is_prepared(given_forms):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
+
+
+def _to_turn(job: Backward, forms: dict[str, Form], names: list[str]) -> dict[str, Form]:
+    """Forms of the gradients of the rotated q and k, if those of q and k are made from them.
+
+    Where there are norms, their weights and packed QKV are served by the same gradients.
+    """
+    if has_norms(forms):
+        kept = _without_recompute(job.kind.named(job.attributes))
+        made = job.kind.forms(forms, kept, training=True)
+        return {x: made[f"{x}_rot"] for x in "qk" if f"{x}_rot" in made}
+    if not has_angles(forms):
+        return {}
+    return {x: fresh(forms[x]) for x in "qk" if x in names}
 
 
 def _without_recompute(attributes: dict[str, Any]) -> dict[str, Any]:

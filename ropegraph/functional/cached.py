@@ -8,10 +8,11 @@ from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
-from ropegraph.functional import checks
+from ropegraph.functional import checks, norms
 from ropegraph.functional.attend import POSITIONS, SDPA, masks, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
+    NORMS,
     ROTATION,
     TABLES,
     Attributes,
@@ -20,6 +21,7 @@ from ropegraph.functional.kind import (
     declare,
     fresh,
     has_angles,
+    has_norms,
     rotation,
 )
 
@@ -28,6 +30,7 @@ _WHERE = "cached_attention"
 
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:  # noqa: ARG001 - as others
     checks.attention(_WHERE, forms)
+    norms.check(_WHERE, forms, attributes, forms["q"])
     q, k, v = (forms[name].dim for name in "qkv")
     if q[2] != k[2]:
         raise GraphError(
@@ -67,14 +70,17 @@ def _record(
     into: dict[str, dict[str, Any]] = {
         name: {"cache": given[f"{name}_cache"], "cache_positions": at} for name in "kv"
     }
+    norms.normalise(graph, given, forms, attributes, {})
+    given["q_rot"], given["k_rot"] = given["q"], given["k"]
+    writes = not has_angles(forms) or has_norms(forms)  # norm and rotation are one launch, then
     if has_angles(forms):
         turn: dict[str, Any] = {**declare(graph, forms, *TABLES), **rotation(attributes)}
         turn.update(declare(graph, forms, *POSITIONS) or {"start_positions": at})
         given["q_rot"] = graph.rope(given["q"], name="rope_q", **turn)
-        given["k_rot"] = graph.rope(given["k"], name="rope_k", **turn, **into["k"])
-    else:
-        given["q_rot"] = given["q"]
-        given["k_rot"] = graph.cache_write(given["k"], name="keep_k", **into["k"])
+        turn.update({} if writes else into["k"])
+        given["k_rot"] = graph.rope(given["k"], name="rope_k", **turn)
+    if writes:
+        given["k_rot"] = graph.cache_write(given["k_rot"], name="keep_k", **into["k"])
     given["v"] = graph.cache_write(given["v"], name="keep_v", **into["v"])
     o = sdpa(graph, given, attributes, results, forms["q"].dim[3])["o"]
     return {"o": o.set_stride(results["o"].stride)}
@@ -84,8 +90,8 @@ CACHED_ATTENTION = register(
     Kind(
         name="cached_attention",
         data=("q", "k", "v", "k_cache", "v_cache", "lengths", "seq_len_q", "seq_len_kv"),
-        optional=(*TABLES, *POSITIONS, "sink"),
-        attributes=(*ROTATION, *SDPA),
+        optional=(*NORMS, *TABLES, *POSITIONS, "sink"),
+        attributes=(*ROTATION, *SDPA, norms.NORM_EPS),
         results=("o",),
         gradients=(),
         turned={},

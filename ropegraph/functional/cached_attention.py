@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from ropegraph.errors import GraphError
-from ropegraph.functional.arguments import angles, autocast, band, refuse_turns, sinks, tensor
+from ropegraph.functional.arguments import (
+    angles,
+    autocast,
+    band,
+    norms,
+    refuse_turns,
+    sinks,
+    tensor,
+)
 from ropegraph.functional.cached import CACHED_ATTENTION
 from ropegraph.functional.dispatch import call
 
@@ -29,6 +37,9 @@ def cached_attention(
     sink: Tensor | None = None,
     position_ids: Tensor | None = None,
     start_positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
     fold: str = "auto",
     fold_log2: bool = False,
     cos: Tensor | None = None,
@@ -58,7 +69,8 @@ def cached_attention(
     of the others are 0; what they leave in the caches is never read, and the next call writes over
     it if ``lengths`` grows by new_lens.
     window: W keys that end with the row's own.  Everything else: as for ``attention``.
-    Rotation and both writes take one launch. Nothing is read on the host on a CUDA device, and no
+    Rotation and both writes take one launch; with q_norm and k_norm, norms and rotations do, and
+    each write does. Nothing is read on the host on a CUDA device, and no
     shape depends on lengths.
     Returns [b, h_q, s, d_v] with memory in the order of q.
     Raises GraphError for what does not fit and where something requires grad; PositionError, on a
@@ -90,12 +102,13 @@ def cached_attention(
     len_kv = (lengths + new_lens).clamp(max=room) if fits else lengths
     slots = (
         q, k, v, k_cache, v_cache, lengths, new_lens, len_kv,
-        *angles(freqs, cos, sin, cos_sin, inv_freq), position_ids, start_positions, sinks(sink),
+        *norms(where, q_norm, k_norm, q, freqs), *angles(freqs, cos, sin, cos_sin, inv_freq),
+        position_ids, start_positions, sinks(sink),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
         half_width, table_layout, angle_precision, numerics,
         scale, left, right, bottom_right, False, softcap, 0.0, fold, fold_log2,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), norm_eps,
     )  # fmt: skip
     return call(CACHED_ATTENTION, slots, attributes)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ropegraph.functional.kind import Kind
+from ropegraph.functional.kind import NORMS, Kind
 from ropegraph.functional.plans import Slots
 
 T = TypeVar("T")
@@ -21,18 +21,18 @@ def kept(
 ) -> tuple[T | None, ...]:
     """Results, then slots (or what stands for them), None where the backward reads nothing.
 
-    A tensor whose rotation is kept is read itself only for the gradient of the angles; of a single
-    rotation only the angles are.
+    A tensor whose rotation is kept is read itself only for the gradient of the angles, and for that
+    of a norm, which reads it as it was; of a single rotation only the angles are.
     """
-    with_angles = wanted[kind.gradients.index("freqs")]
+    reads_it = ("freqs" in kind.gradients and wanted[kind.gradients.index("freqs")]) or any(
+        name in kind.slots and slots[kind.slots.index(name)] is not None for name in NORMS
+    )
     found = list(slots)
     for slot, result in kind.turned.items():
         is_turned = results[kind.results.index(result)] is not None
-        if is_turned and not with_angles:
+        if is_turned and not reads_it:
             found[kind.slots.index(slot)] = None
-    if kind.turn is None:
-        return None, *found
-    return *results, *found
+    return (*results, *found) if kind.reads_result else (None, *results[1:], *found)
 
 
 def place(kind: Kind, made: Slots, after: int) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ Attributes = Mapping[str, Any]
 Attribute = tuple[str, str]
 
 TABLES = ("freqs", "cos", "sin", "cos_sin", "inv_freq")
+NORMS = ("q_norm", "k_norm")
 ROTATION: tuple[Attribute, ...] = (
     ("rope_dim", "int"),
     ("rope_offset", "int?"),
@@ -48,13 +49,15 @@ class Kind:
 
     results: what the forward gives, the caller's first, then what the backward needs.
     gradients: slots that have a gradient.  turned: slot -> the result that is its rotation, which
-    the backward reads in its place.
+    the backward reads in its place, or beside it where a norm came before.
     forms: (forms of the slots, attributes, whether a gradient will be asked for) -> forms of the
     results there are. It also serves fake tensors, whose sizes are symbols.
     record: (graph, forms of the slots, attributes, forms of the results) -> the results recorded.
-    turn: (graph, forms, attributes, factors of q and k) -> the rotations alone; None where the
-    kind is nothing but a rotation, and linear.
+    turn: (graph, forms, attributes, factors of q and k) -> the rotations alone; None where nothing
+    is ever made again.
     settings: attributes -> keywords of pygraph.
+    linear: in the first slot, so that its gradient has a gradient, and so on.
+    reads_result: whether the backward reads the first result.
     in_place: the last attribute says whether the first slot may be written over.
     changes: slots that are written over in any case. What has some has no gradients.
     """
@@ -71,6 +74,8 @@ class Kind:
     turn: Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]] | None
 
     settings: Callable[[Attributes], dict[str, Any]]
+    linear: bool = False
+    reads_result: bool = True
     in_place: bool = False
     changes: tuple[str, ...] = ()
 
@@ -133,6 +138,16 @@ def rotation(attributes: Attributes) -> dict[str, Any]:
 def has_angles(forms: Container[str]) -> bool:
     """True if anything is rotated."""
     return any(name in forms for name in TABLES)
+
+
+def has_norms(forms: Container[str]) -> bool:
+    """True if Q and K are normalised."""
+    return "q_norm" in forms or "k_norm" in forms
+
+
+def is_prepared(forms: Container[str]) -> bool:
+    """True if attention reads what is made of Q and K, normalised or rotated or both."""
+    return has_angles(forms) or has_norms(forms)
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:

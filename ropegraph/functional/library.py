@@ -96,7 +96,7 @@ class Operator:
         forms = self._forms(slots)
         for slot, result in self.kind.turned.items():
             x = results[self.kind.results.index(result)]
-            x = grad if x is None and self.kind.turn is None else x
+            x = grad if x is None and not self.kind.reads_result else x
             if slot not in forms and x is not None:
                 forms[slot] = form_of(x)
         made = [
@@ -162,8 +162,8 @@ class Operator:
         kind = self.kind
         others = 1 + len(kind.results)
         angles = others + kind.slots.index("freqs")
-        if kind.turn is not None or ctx.needs_input_grad[angles]:
-            what = "attention" if kind.turn is not None else "a rotation whose freqs require grad"
+        if not kind.linear or ctx.needs_input_grad[angles]:
+            what = kind.name if not kind.linear else "a rotation whose freqs require grad"
             raise GraphError(
                 f"{kind.name}: a second derivative was asked for, but {what} has only a first one; "
                 "use create_graph=False, detach freqs, or take torch's own attention for this term"

@@ -10,9 +10,11 @@ from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
-from ropegraph.functional.attend import MASKS, POSITIONS, SDPA, masks, sdpa, settings, stats_form
+from ropegraph.functional import norms
+from ropegraph.functional.attend import MASKS, POSITIONS, SDPA, masks, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
+    NORMS,
     ROTATION,
     TABLES,
     Attributes,
@@ -21,6 +23,8 @@ from ropegraph.functional.kind import (
     declare,
     fresh,
     has_angles,
+    has_norms,
+    is_prepared,
     rotation,
 )
 from ropegraph.ir.ops import SplitQkv
@@ -63,11 +67,15 @@ def read_split(where: str, given: Iterable[int], by_groups: bool | None, dim: An
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     parts = heads(forms["qkv"], attributes)
     q, k, v = (parts[part] for part in PARTS)
+    norms.check("qkv_attention", forms, attributes, q)
     o = fresh(q, (*q.dim[:3], v.dim[3]))
     if not training:
         return {"o": o}
-    found = {"o": o, "stats": stats_form(o)}
-    if has_angles(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
+    found = {"o": o, "stats": norms.statistics_form(o)}
+    if has_norms(forms):
+        made = map(norms.statistics_form, (q, k))
+        found |= dict(zip(norms.STATISTICS, made, strict=True))
+    if is_prepared(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
         found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
     return found
 
@@ -75,7 +83,7 @@ def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str,
 def _record(
     graph: pygraph, forms: Forms, attributes: Attributes, results: Forms
 ) -> dict[str, Tensor]:
-    given = masks(graph, forms) | _rotated(graph, forms, attributes, (1.0, 1.0))
+    given = masks(graph, forms) | _rotated(graph, forms, attributes, results, (1.0, 1.0))
     width = heads(forms["qkv"], attributes)["q"].dim[3]
     made = sdpa(graph, given, attributes, results, width)
     return {name: made[name].set_stride(form.stride) for name, form in results.items()}
@@ -84,7 +92,7 @@ def _record(
 def _turn(
     graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
 ) -> dict[str, Tensor]:
-    made = _rotated(graph, forms, attributes, factors)
+    made = _rotated(graph, forms, attributes, {}, factors)
     del made["v"]
     parts = heads(forms["qkv"], attributes)
     for name, part in (("q_rot", "q"), ("k_rot", "k")):
@@ -93,12 +101,25 @@ def _turn(
 
 
 def _rotated(
-    graph: pygraph, forms: Forms, attributes: Attributes, factors: tuple[float, float]
+    graph: pygraph,
+    forms: Forms,
+    attributes: Attributes,
+    results: Forms,
+    factors: tuple[float, float],
 ) -> dict[str, Tensor]:
-    """q_rot, k_rot and v as parts of qkv, or made from them."""
+    """q_rot, k_rot and v as parts of qkv, or made from them, and the statistics of the norms."""
     given = declare(graph, forms, "qkv", *TABLES, *POSITIONS)
     qkv = given.pop("qkv")
     layout = {"split": attributes["split"], "by_groups": attributes["by_groups"]}
+    if has_norms(forms):
+        split = graph.split_qkv(qkv, name="split", **layout)
+        parts: dict[str, Tensor] = dict(zip(PARTS, split, strict=True))
+        norms.normalise(graph, parts, forms, attributes, results)
+        if has_angles(forms):
+            turn: dict[str, Any] = {**given, **rotation(attributes)}
+            for x, factor in zip("qk", factors, strict=True):
+                parts[x] = graph.rope(parts[x], name=f"rope_{x}", output_scale=factor, **turn)
+        return {"q_rot": parts.pop("q"), "k_rot": parts.pop("k"), **parts}
     if has_angles(forms):
         made = graph.qkv_rope(
             qkv,
@@ -119,17 +140,18 @@ QKV_ATTENTION = register(
     Kind(
         name="qkv_attention",
         data=("qkv",),
-        optional=(*TABLES, *POSITIONS, *MASKS),
+        optional=(*NORMS, *TABLES, *POSITIONS, *MASKS),
         attributes=(
             ("split", "int[]"),
             ("by_groups", "bool"),
             *ROTATION,
             *SDPA,
+            norms.NORM_EPS,
             ("recompute_rope", "bool"),
             ("in_place", "bool"),
         ),
-        results=("o", "stats", "q_rot", "k_rot"),
-        gradients=("qkv", "freqs", "bias", "sink"),
+        results=("o", "stats", *norms.STATISTICS, "q_rot", "k_rot"),
+        gradients=("qkv", *NORMS, "freqs", "bias", "sink"),
         turned={},
         forms=_forms,
         record=_record,

@@ -15,6 +15,7 @@ from ropegraph.functional.arguments import (
     band,
     broadcast,
     lengths,
+    norms,
     refuse_turns,
     seed,
     sinks,
@@ -41,6 +42,9 @@ def qkv_attention(
     dropout_p: float = 0.0,
     position_ids: Tensor | None = None,
     start_positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
     fold: str = "auto",
     fold_log2: bool = False,
     recompute_rope: bool = False,
@@ -70,13 +74,19 @@ def qkv_attention(
     memory itself, leaves it as it is.
     Everything else: as for ``attention``.
     Returns [b, h_q, s, d] with memory in the order of qkv: out.transpose(1, 2).flatten(2) copies
-    nothing. Gradients: qkv (one packed tensor, which the kernels write directly), bias, sink, and
-    freqs (by torch alone).
+    nothing. Gradients: qkv (one packed tensor, which the kernels write directly), q_norm, k_norm,
+    bias, sink, and, without norms, freqs (by torch alone).
     Raises GraphError as ``attention`` does, and if split does not fit.
     """
     where = "qkv_attention"
     if in_place and recompute_rope:
         raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
+    has_norms = not (q_norm is None and k_norm is None)
+    if in_place and has_norms:
+        raise GraphError(
+            f"{where}: in_place writes over the q and k that the gradients of q_norm and k_norm "
+            "read; leave in_place out"
+        )
     has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
     if not has_angles:
         refuse_turns(
@@ -89,8 +99,13 @@ def qkv_attention(
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
-    if by_groups and qkv.shape[2] > 1 and len(set(split)) > 1 and (in_place or not has_angles):
-        what = "in_place=True" if in_place else "no angles"
+    if (
+        by_groups
+        and qkv.shape[2] > 1
+        and len(set(split)) > 1
+        and (in_place or has_norms or not has_angles)
+    ):
+        what = "in_place=True" if in_place else "q_norm and k_norm" if has_norms else "no angles"
         raise GraphError(
             f"{where}: {what} with qkv {list(qkv.shape)} by groups: the heads of Q lie in two "
             "levels until they are rotated into a tensor of their own; use split by heads"
@@ -99,7 +114,8 @@ def qkv_attention(
         _refuse_in_place(where, qkv, freqs)
     len_q, len_kv = lengths(where, seq_lens, None)
     slots = (
-        qkv, *angles(freqs, cos, sin, cos_sin, inv_freq),
+        qkv, *norms(where, q_norm, k_norm, qkv, freqs),
+        *angles(freqs, cos, sin, cos_sin, inv_freq),
         position_ids, start_positions, len_q, len_kv, broadcast(bias), sinks(sink),
         seed(dropout_p, qkv.device),
     )  # fmt: skip
@@ -108,7 +124,7 @@ def qkv_attention(
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
         half_width, table_layout, angle_precision, numerics,
         scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled(), norm_eps,
         recompute_rope, in_place,
     )  # fmt: skip
     return call(QKV_ATTENTION, slots, attributes)

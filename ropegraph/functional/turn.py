@@ -54,6 +54,8 @@ ROPE = register(
         record=_record,
         turn=None,
         settings=lambda _: {},
+        linear=True,
+        reads_result=False,
     )
 )
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropegraph.api.checks import as_count, as_number
@@ -25,13 +24,13 @@ class RotaryAttention(nn.Module):
     configuration; None is the default type.
     bias: of the projections.  out_bias: of the last one, where it differs.
     qk_norm: RMSNorm of every head of Q and K, with a weight [head_dim] each, before the rotation,
-    as Qwen3 has it (by torch.nn.functional.rms_norm, in a launch of its own).
+    as Qwen3 has it, and in the launch of the rotation.
     is_causal: each row sees itself and those before.  window: of those the last W.
     scale: None is 1 / sqrt(head_dim).  dropout: of the weights, in training.
     fold, recompute_rope: as for ``functional.attention``.
 
     One matrix product makes packed QKV, ``qkv_proj``, from which V is read where it lies, and whose
-    gradient is written into one tensor; with qk_norm and with cu_seqlens, Q, K and V go separately.
+    gradient is written into one tensor; with cu_seqlens Q, K and V go separately.
     ``o_proj`` is the last one. Raises GraphError for sizes that do not fit.
     """
 
@@ -94,10 +93,13 @@ class RotaryAttention(nn.Module):
             self.num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias,
             **of_factory,
         )  # fmt: skip
+        self.norm_eps = as_number(norm_eps, f"{where}: norm_eps")
+        if self.norm_eps < 0:
+            raise GraphError(f"{where}: norm_eps={norm_eps:g} is negative; use 0 or more")
         self.q_norm = self.k_norm = None
         if qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **of_factory)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps, **of_factory)
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps, **of_factory)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps, **of_factory)
 
     def forward(
         self,
@@ -139,14 +141,15 @@ class RotaryAttention(nn.Module):
                     "for each; give one"
                 )
             o = self._append(qkv, cache, rope, seq_lens)
-        elif self.q_norm is None and cu_seqlens is None and max_seqlen is None:
+        elif cu_seqlens is None and max_seqlen is None:
             o = qkv_attention(
-                qkv, split=self.split, by_groups=False, seq_lens=seq_lens, **self._options(), **rope
-            )
+                qkv, split=self.split, by_groups=False, seq_lens=seq_lens, **self._options(),
+                **self._norms(), **rope,
+            )  # fmt: skip
         else:
             o = attention(
                 *self._heads(qkv), enable_gqa=True, seq_lens=seq_lens, cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen, **self._options(), **rope,
+                max_seqlen=max_seqlen, **self._options(), **self._norms(), **rope,
             )  # fmt: skip
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
@@ -197,12 +200,18 @@ class RotaryAttention(nn.Module):
             "recompute_rope": self.recompute_rope,
         }  # fmt: skip
 
+    def _norms(self) -> dict[str, Any]:
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        weights = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
+        return {**weights, "norm_eps": self.norm_eps}
+
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, [b, h, s, d] each: views, Q and K normalised if they are to be."""
+        """q, k and v, [b, h, s, d] each: views."""
         b, s, _ = qkv.shape
         heads = qkv.view(b, s, sum(self.split), self.head_dim).transpose(1, 2)
         q, k, v = torch.split(heads, list(self.split), dim=1)
-        return _normed(q, self.q_norm), _normed(k, self.k_norm), v
+        return q, k, v
 
     def _append(
         self, qkv: Tensor, cache: KVCache, rope: Mapping[str, Any], seq_lens: Tensor | None
@@ -220,14 +229,7 @@ class RotaryAttention(nn.Module):
             rope = {**rope, "position_ids": rows}
         o = cached_attention(
             *self._heads(qkv), cache.k, cache.v, cache.lengths, new_lens=seq_lens,
-            window=self.window, scale=self.scale, fold=self.fold, **rope,
+            window=self.window, scale=self.scale, fold=self.fold, **self._norms(), **rope,
         )  # fmt: skip
         cache.advance(qkv.shape[1] if seq_lens is None else seq_lens)
         return o
-
-
-def _normed(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-    """The norm in the type of x: under autocast weights have another."""
-    if norm is None:
-        return x
-    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)

@@ -15,7 +15,7 @@ from ropegraph.functional import attention, cached_attention, eager, library
 from ropegraph.functional.kept import Kept
 from ropegraph.testing import budget, oracle
 from tests.functional.cases import H_KV, H_Q, B, D, S, table
-from tests.functional.test_plan_cache import ROTATION, no_cache
+from tests.functional.test_plan_cache import NORMS, ROTATION, no_cache
 from tests.functional.test_plan_cache import data as small
 
 ROOM = S + 4
@@ -192,9 +192,11 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("ropegraph.functional.eager.has_modes", lambda: True)
     new = [x[:, :, :2] for x in rows(torch.float32)]
-    cached_attention(*new, *caches(torch.float32), starts(), table(ROOM))
+    for norms in ({}, {"q_norm": torch.rand(D), "k_norm": torch.rand(D)}):
+        cached_attention(*new, *caches(torch.float32), starts(), table(ROOM), **norms)
     monkeypatch.undo()
-    assert set(torch.library.opcheck(operator, seen[0]).values()) == {"SUCCESS"}
+    for arguments in seen:
+        assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
 def test_tensors_without_memory() -> None:
@@ -229,15 +231,19 @@ def test_another_place_of_the_cache_is_no_stale_plan(monkeypatch: pytest.MonkeyP
     assert not torch.equal(capped, made[0])
 
 
-CHANGES: dict[str, dict[str, Any]] = ROTATION | {
-    "scale": {"scale": 0.25},
-    "softcap": {"softcap": 0.5},
-    "window": {"window": 2},
-    "sink": {"sink": torch.ones(4)},
-    "fold": {"fold": "symmetric"},
-    "fold_log2": {"fold": "q", "fold_log2": True},
-    "new_lens": {"new_lens": torch.tensor([1, 2])},
-}
+CHANGES: dict[str, dict[str, Any]] = (
+    ROTATION
+    | NORMS
+    | {
+        "scale": {"scale": 0.25},
+        "softcap": {"softcap": 0.5},
+        "window": {"window": 2},
+        "sink": {"sink": torch.ones(4)},
+        "fold": {"fold": "symmetric"},
+        "fold_log2": {"fold": "q", "fold_log2": True},
+        "new_lens": {"new_lens": torch.tensor([1, 2])},
+    }
+)
 
 
 def once(changes: dict[str, Any]) -> list[Tensor]:

@@ -34,6 +34,8 @@ def some_calls() -> dict[str, tuple[str, Callable[[], Tensor]]]:
     q, k, v = heads()
     bias = torch.randn(1, H_Q, S, S, requires_grad=True)
     packed = torch.randn(B, S, H_Q + 2 * H_KV, D, requires_grad=True)
+    norms = {f"{x}_norm": torch.rand(D, requires_grad=True) for x in "qk"}
+    row = [x[:1].detach().requires_grad_() for x in (q, k, v)]
     return {
         "rope": ("rope", lambda: rope(q, table().requires_grad_())),
         "attention": (
@@ -45,10 +47,24 @@ def some_calls() -> dict[str, tuple[str, Callable[[], Tensor]]]:
             lambda: attention(q, k, v, table(), enable_gqa=True, recompute_rope=True),
         ),
         "packed": ("qkv_attention", lambda: qkv_attention(packed, table(), split=SPLIT)),
-    }
+        "normed": ("attention", lambda: attention(q, k, v, table(), enable_gqa=True, **norms)),
+        "normed, recomputed": (
+            "attention",
+            lambda: attention(q, k, v, table(), enable_gqa=True, recompute_rope=True, **norms),
+        ),
+        "normed, packed": (
+            "qkv_attention", lambda: qkv_attention(packed, table(), split=SPLIT, **norms),
+        ),
+        "normed rows": (
+            "norm_rope",
+            lambda: attention(
+                *row, table(), enable_gqa=True, cu_seqlens=torch.tensor([0, 9, S]), **norms
+            ),
+        ),
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("call", ["rope", "attention", "recomputed", "packed"])
+@pytest.mark.parametrize("call", some_calls())
 def test_opcheck(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, arguments = captured(*some_calls()[call], monkeypatch)
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
@@ -71,6 +87,33 @@ def test_compiled_without_breaks_for_every_length() -> None:
     for s in (17, 24, 33):
         inputs, freqs = heads(s=s), table(s)
         got, want = compiled(*inputs, freqs), attend(*inputs, freqs)
+        assert torch.equal(got, want)
+        grads = torch.autograd.grad(got.sum(), inputs)
+        assert all(map(torch.equal, grads, torch.autograd.grad(want.sum(), inputs)))
+        frames.add(counter.frame_count)
+    assert len(frames) == 1
+
+
+@pytest.mark.parametrize("kind", ["heads", "packed", "rows", "recomputed"])
+def test_norms_compiled_without_breaks_have_the_same_bits(kind: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, w_q: Tensor, w_k: Tensor, freqs: Tensor) -> Tensor:
+        given = {"q_norm": w_q, "k_norm": w_k, "norm_eps": 1e-3, "is_causal": True}
+        if kind == "packed":
+            x = torch.cat([y.transpose(1, 2) for y in (q, k, v)], dim=2)
+            return qkv_attention(x, freqs, split=SPLIT, **given)
+        if kind == "rows":
+            given["cu_seqlens"] = bounds
+        given["recompute_rope"] = kind == "recomputed"
+        return attention(q * 1.5, k, v, freqs, enable_gqa=True, **given)
+
+    bounds = torch.tensor([0, 5, 17])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    frames: set[int] = set()
+    for s in (17, 24, 33):
+        inputs = [x.detach()[:1].requires_grad_() for x in heads(s=s)]
+        inputs += [torch.rand(D, requires_grad=True) for _ in "qk"]
+        got, want = compiled(*inputs, table(s)), run(*inputs, table(s))
         assert torch.equal(got, want)
         grads = torch.autograd.grad(got.sum(), inputs)
         assert all(map(torch.equal, grads, torch.autograd.grad(want.sum(), inputs)))

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropegraph.functional import attention, building, eager, qkv_attention, rope
+from ropegraph.functional import attention, building, dispatch, eager, qkv_attention, rope
+from ropegraph.functional.arguments import angles
 from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.kept import Kept
-from ropegraph.functional.kind import Kind
+from ropegraph.functional.kind import TABLES, Kind
+from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.functional.packed import QKV_ATTENTION
 from ropegraph.functional.turn import ROPE
 from tests.functional.cases import table
@@ -77,6 +79,12 @@ SDPA: dict[str, dict[str, Any]] = {
     "recompute_rope": {"recompute_rope": True},
     "deterministic": {"deterministic": True},
 }
+WEIGHTS = torch.linspace(0.5, 1.5, D), torch.linspace(-1, 1, D)
+NORMS: dict[str, dict[str, Any]] = {
+    "q_norm": {"q_norm": WEIGHTS[0], "k_norm": torch.ones(D)},
+    "k_norm": {"q_norm": torch.ones(D), "k_norm": WEIGHTS[1]},
+    "norm_eps": {"q_norm": WEIGHTS[0], "k_norm": WEIGHTS[1], "norm_eps": 0.3},
+}
 CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
     "rope": (
         ROPE,
@@ -93,6 +101,7 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
         ATTENTION,
         ROTATION
         | SDPA
+        | NORMS
         | {
             "k_position_ids": {"position_ids": (None, IDS)},
             "k_start_positions": {"start_positions": (None, STARTS)},
@@ -108,11 +117,23 @@ CHANGES: dict[str, tuple[Kind, dict[str, dict[str, Any]]]] = {
         QKV_ATTENTION,
         ROTATION
         | SDPA
+        | NORMS
         | {
             "split": {"split": (6, 1, 1)},
             "by_groups": {"by_groups": True, "freqs": table(LONG, 2)},
             "qkv": {"packed": True},
             "in_place": {"in_place": True},
+        },
+    ),
+    "norm_rope": (
+        NORM_ROPE,
+        ROTATION
+        | {
+            "x": {"packed": True},
+            "weight": {"weight": WEIGHTS[1]},
+            "norm_eps": {"norm_eps": 0.3},
+            "part": {"part": "k_norm"},
+            "cu_seqlens": {"one": True, "cu_seqlens": torch.tensor([0, 3, 8])},
         },
     ),
 }
@@ -123,7 +144,7 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
     """The result and all gradients of one call."""
     options = {"freqs": table(LONG, D), **changes}
     flags = {n: options.pop(n, None) for n in ("one", "packed", "double", "keys", "deterministic")}
-    heads = {"rope": [4], "attention": [4, 4, 4], "qkv_attention": [8]}[name]
+    heads = {"attention": [4, 4, 4], "qkv_attention": [8]}.get(name, [4])
     xs = [data(h, i, flags["keys"] or S if i else S) for i, h in enumerate(heads)]
     xs = [x[:1] if flags["one"] else x for x in xs]
     xs[0] = as_packed(xs[0]) if flags["packed"] else xs[0]
@@ -133,6 +154,8 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
     try:
         if name == "rope":
             o = rope(xs[0], **options)
+        elif name == "norm_rope":
+            o = norm_rope(xs[0], **options)
         elif name == "attention":
             o = attention(*xs, **options)
         else:
@@ -141,6 +164,26 @@ def call(name: str, changes: dict[str, Any]) -> list[Tensor]:
         return [o, *torch.autograd.grad(o.square().sum(), xs)]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor = WEIGHTS[0],
+    norm_eps: float = 1e-6,
+    part: str = "q_norm",
+    **options: Any,
+) -> Tensor:
+    """What attention over packed sequences does with Q and K."""
+    given = {
+        "rope_dim": 0, "interleaved": False, "attention_factor": 1.0, "inverse": False,
+        "half_width": False, "angle_precision": "float32", "numerics": "fp32", **options,
+    }  # fmt: skip
+    tables = angles(*(given.get(name) for name in TABLES))
+    positions = (given.get(name) for name in NORM_ROPE.optional[len(TABLES) :])
+    turn = (given.get(name) for name, _ in NORM_ROPE.attributes[:-2])
+    return dispatch.call(
+        NORM_ROPE, (x, weight, *tables, *positions), (*turn, norm_eps, part)
+    )  # fmt: skip
 
 
 @contextmanager
@@ -173,6 +216,22 @@ def test_a_changed_field_is_as_a_fresh_build(
             for g, w in zip(got, want if given is changes else want_base, strict=True):
                 assert g.dtype is w.dtype
                 assert torch.equal(g, w)
+
+
+def test_weights_of_norms_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what they are, not by what they hold; norm_eps by its value."""
+    monkeypatch.setattr(eager, "_calls", Kept[Any, Any](64))
+    x = data(4).bfloat16()
+    room = torch.randn(D, 2)
+    forms = (
+        room[:, 0], room[:, 1].clone(), room[:, 1].bfloat16(), torch.nn.Parameter(room[:, 0]),
+    )  # fmt: skip
+    for w in (*forms, forms[1] * 2, forms[2] * 2):
+        attention(x, x, x, table(LONG, D), q_norm=w, k_norm=forms[1])
+    assert len(getattr(eager, "_calls")) == 4  # noqa: B009
+    one = attention(x, x, x, table(LONG, D), q_norm=forms[1], k_norm=forms[1])
+    two = attention(x, x, x, table(LONG, D), q_norm=forms[1], k_norm=forms[1], norm_eps=0.5)
+    assert not torch.equal(one, two)
 
 
 def test_forms_of_tensors_are_told_apart() -> None:

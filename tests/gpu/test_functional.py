@@ -92,7 +92,7 @@ def test_memory_for_a_result_is_that_of_torch(shape: tuple[int, ...], mode: Any)
 def test_engines_of_a_step() -> None:
     inputs = heads()
     attend(*inputs).sum().backward()
-    slots = (*inputs, table(), *(None,) * 14)
+    slots = (*inputs, table(), *(None,) * 16)
     calls = [c for c in vars(eager._calls)["_young"].values() if c.kind.name == "attention"]
     call = next(c for c in calls if c.training and c.forms[0].dim == tuple(inputs[0].shape))
     assert len(slots) == len(call.kind.slots)

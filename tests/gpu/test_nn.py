@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from ropegraph.functional import eager
+from ropegraph.functional.kept import Kept
 from ropegraph.nn import KVCache, RotaryAngles, RotaryAttention
 
 pytestmark = [
@@ -53,6 +57,19 @@ def test_every_step_is_the_whole_forward(qk_norm: bool) -> None:
     error = (torch.cat(rows, 1) - want).float().norm() / want.float().norm()
     assert float(error) < 1e-2
     assert cache.lengths.tolist() == [S, S]
+
+
+def test_a_step_with_norms_takes_the_fused_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(eager, "_calls", Kept[Any, Any](8))
+    module = layer(qk_norm=True)
+    module(data()).float().square().mean().backward()
+    (call,) = vars(eager._calls)["_young"].values()
+    for plan in (call.plan, call._backward):
+        assert sorted(s.engine for s in plan.graph.plan.steps) == ["cuda.rope", "cudnn.sdpa"]
+    for norm in (module.q_norm, module.k_norm):
+        assert norm.weight.grad.isfinite().all()
+        assert norm.weight.grad.any()
 
 
 @pytest.mark.parametrize("angles", [None, DYNAMIC, LONGROPE])

@@ -93,15 +93,19 @@ def test_the_bits_of_the_function_by_hand(name: str, dtype: torch.dtype) -> None
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
-def test_norms_by_hand_have_the_same_bits() -> None:
-    layer, x = module(F32, qk_norm=True), data(F32)
-    heads = layer.qkv_proj(x).view(2, S, -1, D).transpose(1, 2)
-    q, k, v = heads.split((H_Q, H_KV, H_KV), dim=1)
-    o = attention(
-        layer.q_norm(q), layer.k_norm(k), v, inv_freq=layer.angles.inv_freq, is_causal=True,
-        enable_gqa=True,
-    )  # fmt: skip
-    assert torch.equal(layer(x), layer.o_proj(o.transpose(1, 2).flatten(2)))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norms_by_hand_have_the_same_bits(dtype: torch.dtype) -> None:
+    layer, x = module(dtype, qk_norm=True, norm_eps=1e-3), data(dtype)
+    packed = torch.nn.functional.linear(x, layer.qkv_proj.weight)
+    given = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight, "norm_eps": 1e-3}
+    given |= {"inv_freq": layer.angles.inv_freq, "is_causal": True}
+    o = qkv_attention(packed, split=(H_Q, H_KV, H_KV), **given)
+    by_hand = torch.nn.functional.linear(o.transpose(1, 2).flatten(2), layer.o_proj.weight)
+    assert torch.equal(layer(x), by_hand)
+    got, want = gradients(layer(x), x, layer), gradients(by_hand, x, layer)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    heads = packed.view(2, S, -1, D).transpose(1, 2).split((H_Q, H_KV, H_KV), dim=1)
+    assert torch.equal(attention(*heads, enable_gqa=True, **given), o)
 
 
 def test_one_packed_gradient_and_no_copy_of_v() -> None:
@@ -261,6 +265,7 @@ def test_autocast(qk_norm: bool, recwarn: pytest.WarningsRecorder) -> None:
         o = layer(x)
     assert o.dtype is BF16
     cast = copy.deepcopy(layer).to(BF16)
+    cast.q_norm, cast.k_norm = layer.q_norm, layer.k_norm  # f32 weights of norms are read as such
     assert torch.equal(o, cast(x.to(BF16)))
     got = gradients(o, x, layer)
     assert all(g.dtype is F32 for g in got.values())
@@ -283,6 +288,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 1.0}, "dropout=1.0; use 0 or more, and less than 1"),
     "window": ({"window": 0}, "window=0; use 1 or more"),
     "both": ({"window": 3, "is_causal": False}, "window=3 counts .* needs is_causal=True"),
+    "epsilon": ({"qk_norm": True, "norm_eps": -1.0}, "norm_eps=-1 is negative; use 0 or more"),
+    "no epsilon": ({"qk_norm": True, "norm_eps": None}, "norm_eps=None is not a number"),
     "angles": ({"angles": RotaryAngles(head_dim=16)}, "angles of 16 channels for heads of 8"),
     "rope": ({"angles": {"rope_type": "yarn", "factr": 2.0}}, "did you mean factor"),
 }
