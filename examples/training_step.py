@@ -50,24 +50,18 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        pack = {"q": q, "k": k, "v": v, "freqs": FREQS, "o": torch.empty(B, H_Q, S, D)}
-        for name in BACKWARD.saved:  # besides the above: q_rot, k_rot and stats
-            if name not in pack:
-                pack[name] = torch.empty(FORWARD.find_tensor(name).get_dim())
+        pack = {"q": q, "k": k, "v": v, "freqs": FREQS}
+        pack |= FORWARD.allocate()  # o, and what the backward wants saved: q_rot, k_rot and stats
         FORWARD.execute(pack)
         ctx.save_for_backward(*(pack[name] for name in BACKWARD.saved))
         return pack["o"]
 
     @staticmethod
     def backward(ctx, do):
-        dq, dk, dv = (
-            torch.empty(B, H_Q, S, D),
-            torch.empty(B, H_KV, S, D),
-            torch.empty(B, H_KV, S, D),
-        )
         saved = dict(zip(BACKWARD.saved, ctx.saved_tensors, strict=True))
-        BACKWARD.execute({**saved, "do": do.contiguous(), "dq": dq, "dk": dk, "dv": dv})
-        return dq, dk, dv
+        grads = BACKWARD.allocate()
+        BACKWARD.execute({**saved, "do": do.contiguous(), **grads})
+        return grads["dq"], grads["dk"], grads["dv"]
 
 
 def by_graphs(q, k, v):

@@ -16,9 +16,10 @@ from ropegraph.api.handle import Handle, as_handle, create_handle
 from ropegraph.api.profile import Profile
 from ropegraph.api.raw_rows import raw_sides
 from ropegraph.api.recording import Recorder
-from ropegraph.api.variant_pack import Keys
+from ropegraph.api.variant_pack import Keys, meant
 from ropegraph.api.verification import Verification
 from ropegraph.compile import Lowered, compile_plan, device_of, lower
+from ropegraph.dtypes import torch_dtype
 from ropegraph.errors import GraphError
 from ropegraph.execution.run import Runnable
 from ropegraph.ir.contract import Fold, FoldContract
@@ -133,6 +134,36 @@ class LifeCycle:
         """Bytes of workspace that execute() needs."""
         self._close("get_workspace_size()")
         return self._runnable(self._device()).workspace_bytes
+
+    def allocate(
+        self, *names: str, device: torch.device | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Uninitialised buffers of the declared shapes, strides and types, by name.
+
+        names: of which tensors; of all outputs if none is given, those that backward_graph wants
+        saved among them.  device: that of the graph if left out.  Ends the recording.
+        Raises GraphError for a name that is none, and for a ragged tensor, whose length is up to
+        the caller.
+        """
+        self._close("allocate()")
+        graph, where = self._frozen, self._device() if device is None else torch.device(device)
+        found: dict[str, torch.Tensor] = {}
+        for name in names or graph.outputs:
+            value = graph.values.get(name)
+            if value is None:
+                raise GraphError(
+                    f"allocate: {name!r} names no tensor of graph {self.name!r}"
+                    f"{meant(name, list(graph.values))}; outputs are {', '.join(graph.outputs)}"
+                )
+            if graph.is_virtual(name):
+                raise GraphError(f"allocate: {name!r} is virtual: nobody binds it")
+            if value.ragged_offset is not None:
+                raise GraphError(
+                    f"allocate: {name!r} is ragged; make a buffer with room for all its tokens"
+                )
+            dtype = torch_dtype(value.dtype)
+            found[name] = torch.empty_strided(value.dim, value.stride, dtype=dtype, device=where)
+        return found
 
     def execute(
         self,

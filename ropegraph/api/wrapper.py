@@ -19,7 +19,6 @@ from ropegraph.api.enums import data_type, heur_mode
 from ropegraph.api.handle import Handle, create_handle
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.variant_pack import keys_of
-from ropegraph.dtypes import torch_dtype
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import op_name
 
@@ -195,9 +194,7 @@ class Graph:
         """An output buffer with the declared dims and strides, where the inputs are."""
         tensors = [t for t in like if isinstance(t, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
-        value = self._graph.lowered.recorded.values[name]
-        dtype = torch_dtype(value.dtype)
-        return torch.empty_strided(value.dim, value.stride, dtype=dtype, device=device)
+        return self._graph.allocate(name, device=device)[name]
 
 
 @contextmanager

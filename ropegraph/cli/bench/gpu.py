@@ -87,8 +87,7 @@ class Attention:
         self.back = g.backward_graph(["o"], ["q", "k", "v"]) if grads else None
         g.build()
         self.forward = g
-        for name in g.lowered.recorded.outputs:
-            self.pack.setdefault(name, _buffer(g, name))
+        self.pack = {**g.allocate(), **self.pack}
         self.back_pack: Buffers = {}
         if self.back is not None:
             self.back.build()
@@ -99,12 +98,6 @@ class Attention:
     def step(self) -> None:
         self.forward.execute(self.pack)
         cast(rg.pygraph, self.back).execute(self.back_pack)
-
-
-def _buffer(g: rg.pygraph, name: str) -> Tensor:
-    value = g.lowered.recorded.values[name]
-    dtype = getattr(torch, value.dtype.torch_name)
-    return torch.empty_strided(value.dim, value.stride, dtype=dtype, device="cuda")
 
 
 def rows() -> list[Row]:
@@ -216,7 +209,7 @@ def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:
     o, _ = g.sdpa(q, k, v, D**-0.5, use_causal_mask=True)
     o.set_output(True).set_name("o").set_stride((s * H_Q * D, D, H_Q * D, 1))
     g.build()
-    pack = {**{n: x[n] for n in "qkv"}, "o": _buffer(g, "o")}
+    pack = {**{n: x[n] for n in "qkv"}, **g.allocate()}
     return lambda: g.execute(pack)
 
 

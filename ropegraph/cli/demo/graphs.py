@@ -94,25 +94,15 @@ class RotaryAttention:
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Execute the forward. Returns o, and all else that the backward has to be handed."""
         pack = {"q": q, "k": k, "v": v, "freqs": self.freqs}
-        written = {"o", *self.backward.saved} - pack.keys()
-        tensors = {name: self.forward.find_tensor(name) for name in sorted(written)}
-        made = {name: _buffer(tensor, q.device) for name, tensor in tensors.items()}
-        self.forward.execute({**pack, **made})
-        wanted = {"o", *self.backward.saved}
-        return {name: tensor for name, tensor in (pack | made).items() if name in wanted}
+        pack |= self.forward.allocate(device=q.device)  # o, and what the backward wants saved
+        self.forward.execute(pack)
+        return {name: pack[name] for name in ("o", *self.backward.saved)}
 
     def run_backward(self, do: Tensor, handed: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Execute the gradient graph on what run_forward returned. Returns dq, dk, dv."""
         incoming = self.backward.find_tensor("do")
         if list(do.stride()) != incoming.get_stride():
-            do = _buffer(incoming, do.device).copy_(do)
-        wanted = [self.backward.find_tensor(name) for name in ("dq", "dk", "dv")]
-        dq, dk, dv = (_buffer(tensor, do.device) for tensor in wanted)
-        self.backward.execute({**handed, "do": do, "dq": dq, "dk": dk, "dv": dv})
-        return dq, dk, dv
-
-
-def _buffer(tensor: rg.tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of a graph."""
-    dtype = getattr(torch, tensor.get_data_type().torch_name)
-    return torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=dtype, device=device)
+            do = self.backward.allocate("do", device=do.device)["do"].copy_(do)
+        grads = self.backward.allocate(device=do.device)
+        self.backward.execute({**handed, "do": do, **grads})
+        return grads["dq"], grads["dk"], grads["dv"]
