@@ -76,7 +76,17 @@ class Verification:
 
     @property
     def is_ok(self) -> bool:
+        """True if nothing was found wrong; ``unchecked`` tells what was not looked at."""
         return not self.faults and all(c.is_ok for c in (*self.checks, *self.scales))
+
+    def __bool__(self) -> bool:
+        return self.is_ok
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What there was nothing to compare with."""
+        outputs = (f"{c.node}: {c.output}" for c in self.checks if c.unchecked)
+        return (*outputs, *(f"{s.node}: {s.what}" for s in self.scales if s.unchecked))
 
     @property
     def first_bad(self) -> OutputCheck | None:
@@ -112,9 +122,34 @@ class Verification:
             for node, own in found.items()
         }
 
+    @property
+    def verdict(self) -> str:
+        """One sentence: the cause before what it leads to."""
+        bad = self.first_bad
+        if self.wrong_scales:
+            first = self.wrong_scales[0]
+            text = f"WRONG: {first.node}: {first.what}: " + (
+                first.fault
+                or f"{first.found:.3g} is carried where the graph wants {first.expected:.3g}"
+            )
+            text += "; what reads them inherits it"
+        elif self.faults:
+            text = f"WRONG: {self.faults[0]}"
+        elif bad is not None:
+            off = f"{bad.nonfinite} NaN or Inf" if bad.nonfinite else f"{bad.rms_ulp:.3g} ulp off"
+            text = f"WRONG: {bad.node}: {bad.output}: {off}, {TOLERANCE:g} ulp (rms) are allowed"
+        else:
+            text = f"right: no output is more than {TOLERANCE:g} ulp (rms) off"
+        if self.nonfinite_inputs:
+            text += f"; NaN or Inf comes in by {', '.join(map(repr, self.nonfinite_inputs))}"
+        return text + (f"; not checked: {', '.join(self.unchecked)}" if self.unchecked else "")
+
     def __str__(self) -> str:
         wide = max([24, *(len(f"{c.node}: {c.output}") for c in self.checks)])
-        lines = [f"{'launch: output':<{wide}} {'engine':<12} {'max ulp':>9} {'rms ulp':>9}"]
+        lines = [
+            self.verdict,
+            f"{'launch: output':<{wide}} {'engine':<12} {'max ulp':>9} {'rms ulp':>9}",
+        ]
         for c in self.checks:
             figures = c.unchecked or f"{c.max_ulp:9.3g} {c.rms_ulp:9.3g}"
             if c.nonfinite:

@@ -76,13 +76,17 @@ def test_where_a_nan_arises(monkeypatch: pytest.MonkeyPatch):
     found = g.verify(buffers(g))
     assert found.first_bad is not None
     assert (found.first_bad.node, found.first_bad.nonfinite > 0) == ("rope_q+rope_k", True)
+    assert str(found).startswith("WRONG: ")
 
 
 def test_a_nan_of_the_caller_is_nobodys_fault():
     g = attention()
     pack = buffers(g)
     pack["v"][0, 0, 0, 0] = torch.nan
-    assert g.verify(pack).is_ok
+    found = g.verify(pack)
+    assert found
+    assert found.verdict.startswith("right: no output is more than 32 ulp (rms) off; NaN or Inf")
+    assert "comes in by 'v'" in found.verdict
 
 
 def test_bad_buffers_are_refused_as_by_execute():

@@ -62,6 +62,8 @@ def test_a_backward_that_reads_rows_folded_otherwise():
     assert scales(found)[PRODUCT].found == pytest.approx(0.3, rel=1e-4)
     assert scales(found)["split: q_rot"].found == pytest.approx(1.0, rel=1e-5)
     assert str(found).count("WRONG FOLD") == 2
+    assert found.verdict.startswith(f"WRONG: attn_backward: {PRODUCT}: 0.3 is carried where the")
+    assert not found
 
 
 def test_a_wrong_split_has_a_right_product():
@@ -76,8 +78,9 @@ def test_a_wrong_split_has_a_right_product():
 def test_without_raw_rows_the_split_is_unchecked():
     _, back, ahead, behind = pair(settings={"fold": "q"})
     found = back.verify(behind)
-    assert found.is_ok
+    assert found
     assert "split: q_rot unchecked: the raw rows" in str(found)
+    assert "not checked: attn_backward: split: q_rot, attn_backward: split: k_rot" in found.verdict
     half = back.verify(behind, raw={back.find_tensor("q_rot"): ahead["q"]})
     assert not scales(half)["split: q_rot"].unchecked
     assert scales(half)["split: k_rot"].unchecked
@@ -193,7 +196,11 @@ def test_softcap_bias_and_sink_are_part_of_the_sum():
 
 def test_a_forward_without_stats_has_no_product():
     g = attention(generate_stats=False)
-    assert g.verify(buffers(g)).scales == ()
+    found = scales(g.verify(buffers(g)))
+    assert found[PRODUCT].unchecked == "no stats are computed here"
+    assert not found["split: q_rot"].unchecked
+    plain = attention(rotated=False, generate_stats=False)
+    assert plain.verify(buffers(plain)).scales == ()
 
 
 def test_a_rounding_is_half_of_eps():
