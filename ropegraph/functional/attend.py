@@ -28,8 +28,8 @@ POSITIONS = ("position_ids", "start_positions")
 MASKS = ("seq_len_q", "seq_len_kv", "bias", "sink", "seed")
 SDPA: tuple[Attribute, ...] = (
     ("scale", "float?"),
-    ("left", "int?"),
-    ("right", "int?"),
+    ("left", "SymInt?"),
+    ("right", "SymInt?"),
     ("bottom_right", "bool"),
     ("alibi", "bool"),
     ("softcap", "float?"),

@@ -14,10 +14,13 @@ from ropegraph.functional.arguments import (
     autocast,
     band,
     broadcast,
+    flags,
     lengths,
     refuse_turns,
     seed,
     sinks,
+    tensor,
+    tensors,
 )
 from ropegraph.functional.dispatch import call
 from ropegraph.functional.packed import QKV_ATTENTION, read_split
@@ -75,6 +78,11 @@ def qkv_attention(
     Raises GraphError as ``attention`` does, and if split does not fit.
     """
     where = "qkv_attention"
+    tensors(where, qkv=qkv)
+    flags(
+        where, is_causal=is_causal, causal_bottom_right=causal_bottom_right,
+        recompute_rope=recompute_rope, in_place=in_place, by_groups=by_groups,
+    )  # fmt: skip
     if in_place and recompute_rope:
         raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
     has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
@@ -100,8 +108,8 @@ def qkv_attention(
     len_q, len_kv = lengths(where, seq_lens, None)
     slots = (
         qkv, *angles(freqs, cos, sin, cos_sin, inv_freq),
-        position_ids, start_positions, len_q, len_kv, broadcast(bias), sinks(sink),
-        seed(dropout_p, qkv.device),
+        tensor(position_ids, "position_ids"), tensor(start_positions, "start_positions"),
+        len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, qkv.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         split, by_groups,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ropegraph.api import tensor as handles
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
-from ropegraph.functional.arguments import angles
+from ropegraph.functional.arguments import angles, tensor, tensors
 from ropegraph.functional.checks import data
 from ropegraph.functional.dispatch import call, register
 from ropegraph.functional.kind import (
@@ -92,12 +92,14 @@ def rope(
     of x. Differentiable in x, twice and more, and in freqs (by torch alone, once).
     Raises GraphError for what does not fit, and where another tensor requires grad.
     """
-    tensors = (
+    tensors("rope", x=x)
+    slots = (
         x, *angles(freqs, cos, sin, cos_sin, inv_freq),
-        position_ids, start_positions, cu_seqlens,
+        tensor(position_ids, "position_ids"), tensor(start_positions, "start_positions"),
+        tensor(cu_seqlens, "cu_seqlens"),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
         half_width, table_layout, angle_precision, numerics, output_scale, cp_size, cp_rank,
     )  # fmt: skip
-    return call(ROPE, tensors, attributes)
+    return call(ROPE, slots, attributes)

@@ -284,6 +284,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": 0}, "window=0; use 1 or more"),
     "both": ({"window": 3, "is_causal": False}, "window=3 counts .* needs is_causal=True"),
     "angles": ({"angles": RotaryAngles(head_dim=16)}, "angles of 16 channels for heads of 8"),
+    "flag": ({"is_causal": "no"}, "is_causal='no'; use True or False"),
+    "flags": ({"qk_norm": 2}, "qk_norm=2; use True or False"),
+    "eps": ({"norm_eps": float("nan")}, "norm_eps=nan is not finite"),
+    "below": ({"norm_eps": -1e-6}, "norm_eps=-1e-06; use 0 or more"),
     "rope": ({"angles": {"rope_type": "yarn", "factr": 2.0}}, "did you mean factor"),
 }
 
@@ -305,3 +309,9 @@ def test_bad_inputs() -> None:
         layer(data(), max_seqlen=4)
     with pytest.raises(rg.GraphError, match="fold='both'"):
         module(fold="both")(data())
+    with pytest.raises(rg.GraphError, match="x is list; use a tensor"):
+        layer([1.0])
+    with pytest.raises(rg.GraphError, match=r"rope is str; use what angles\(\) gave"):
+        layer(data(), rope="default")
+    with pytest.raises(rg.GraphError, match="cu_seqlens is list, no tensor"):
+        layer(data()[:1], cu_seqlens=[0, S])
