@@ -69,6 +69,8 @@ def as_number(given: object, argument: str) -> float:
 
 def as_count(given: object, argument: str, low: int = 0) -> int:
     """Read an integer of at least ``low`` that int64 can hold."""
+    if type(given) is int and low <= given < 2**63:  # what torch.compile can follow, of a size too
+        return given
     if isinstance(given, bool) or is_tensor(given) or not hasattr(given, "__index__"):
         raise GraphError(f"{argument}={given!r:.60} is not a host integer; use {low} or more")
     number = int(cast(Any, given))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ropegraph.api.contract_check import ScaleCheck, check_scales
 from ropegraph.api.raw_rows import Raw, made_elsewhere, made_here
+from ropegraph.api.rounding_noise import noise
 from ropegraph.api.table_layout import suspicions
 from ropegraph.engines import manifest
 from ropegraph.execution.run import Runnable
@@ -29,8 +30,9 @@ class OutputCheck:
     """One output of one launch.
 
     node: the launch.  origin: the node of it that writes the output, where several are merged.
-    max_ulp, rms_ulp: the error in units of eps * max(|exact|, rms of exact), the largest and the
-    root mean square.  nonfinite: elements that are NaN or Inf where the exact ones are not.
+    max_ulp, rms_ulp: the error in units of eps * max(|exact|, rms of exact), where terms cancel of
+    the rounding of these; the largest and the root mean square.
+    nonfinite: elements that are NaN or Inf where the exact ones are not.
     unchecked: why there is nothing to compare with, else "".
     """
 
@@ -184,6 +186,7 @@ def verify(
             warnings |= dict.fromkeys(suspicions(step, env))
             why = _unchecked(step, runnable.plan.device)
             exact = list(env) if why else _exact(step, runnable.plan.device, env, stream)
+            floor = {} if why else noise(step, env)
             executable(env, stream)
             found: Any = getattr(executable, "faults", tuple)
             faults += [f"{step.name}: {text}" for text in found()]
@@ -192,7 +195,9 @@ def verify(
                 about = OutputCheck(
                     step.name, step.engine, value, unchecked=why, origin=_origin(step, value)
                 )
-                checks.append(about if why else _compare(about, env[slot], exact[slot]))
+                if not why:
+                    about = _compare(about, env[slot], exact[slot], floor.get(value, 0.0))
+                checks.append(about)
                 if not why and _is_turned(graph, value):
                     rows[value] = made_here(step.node, value, exact[slot])
             if isinstance(step.node.attrs, Attention):
@@ -250,7 +255,8 @@ def _exact(step: Step, device: Device, env: list[Any], stream: int) -> list[Any]
     return own
 
 
-def _compare(about: OutputCheck, got: Tensor, exact: Tensor) -> OutputCheck:
+def _compare(about: OutputCheck, got: Tensor, exact: Tensor, floor: float) -> OutputCheck:
+    """Fill in the errors.  floor: an ulp is at least this, see rounding_noise."""
     if not got.numel():
         return about
     if exact.dtype is torch.uint8:
@@ -264,7 +270,7 @@ def _compare(about: OutputCheck, got: Tensor, exact: Tensor) -> OutputCheck:
     info = torch.finfo(got.dtype)
     unit = info.eps * b.abs().clamp_min(float(b.square().mean().sqrt()))
     # Nothing lies between the smallest numbers of a type.
-    unit = unit.clamp_min(info.smallest_normal * info.eps)
+    unit = unit.clamp_min(max(info.smallest_normal * info.eps, floor))
     off = torch.where(a == b, 0.0, (a - b).abs() / unit)
     largest, mean = float(off.max()), sqrt(float(off.square().mean()))
     if nonfinite:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.angles.result import RopeAngles
-from ropegraph.api.checks import as_count
+from ropegraph.api.checks import as_count, as_flag
 from ropegraph.errors import GraphError
 
 Pair = tuple[Any, Any]
@@ -18,7 +18,7 @@ Pair = tuple[Any, Any]
 def angles(
     freqs: Any, cos: Any, sin: Any, cos_sin: Any, inv_freq: Any
 ) -> tuple[Tensor | None, ...]:
-    """What carries the angles: a table [s, r] as [s, 1, 1, r], everything else as it is."""
+    """What carries the angles: tables with their four axes, everything else as it is."""
     return (
         table(freqs, "freqs"), table(cos, "cos"), table(sin, "sin"), table(cos_sin, "cos_sin"),
         tensor(inv_freq, "inv_freq"),
@@ -26,9 +26,11 @@ def angles(
 
 
 def table(given: Any, name: str) -> Tensor | None:
-    """A table [s, r] as [s, 1, 1, r]; None and others as they are."""
+    """A table [s, r], or [b, s, r] as in Hugging Face, as [s, 1 or b, 1, r]; others as they are."""
     found = tensor(given, name)
-    return found[:, None, None, :] if found is not None and found.dim() == 2 else found
+    if found is None or found.dim() not in (2, 3):
+        return found
+    return found[:, None, None, :] if found.dim() == 2 else found.transpose(0, 1)[:, :, None, :]
 
 
 def tensor(given: Any, name: str) -> Tensor | None:
@@ -42,6 +44,20 @@ def tensor(given: Any, name: str) -> Tensor | None:
             "table that ropegraph.angles.freqs makes of it"
         )
     raise GraphError(f"{name} is {type(given).__name__}, no tensor; {hint}")
+
+
+def tensors(where: str, **given: Any) -> None:
+    """Raise GraphError unless each of these is a tensor."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise GraphError(f"{where}: {name} is {type(x).__name__}, no tensor; use a tensor")
+
+
+def flags(where: str, **given: Any) -> None:
+    """Raise GraphError unless each of these is True or False."""
+    for name, value in given.items():
+        if value is not True and value is not False:
+            as_flag(value, f"{where}: {name}")
 
 
 def pair(where: str, given: Any) -> tuple[Any, Any, bool]:
@@ -120,15 +136,18 @@ def norms(where: str, q_norm: Any, k_norm: Any, data: Tensor, freqs: Tensor | No
     return q, k
 
 
-def seed(dropout_p: float, device: torch.device) -> Tensor | None:
+def seed(dropout_p: Any, device: torch.device) -> Tensor | None:
     """What a dropout mask is made from, drawn by torch's generator: replays repeat it."""
+    if isinstance(dropout_p, Tensor):
+        raise GraphError("dropout_p is a tensor; it is fixed at build, so give a host number")
     if not dropout_p:
         return None
     return torch.randint(2**62, (1,), device=device, dtype=torch.int64)
 
 
-def lengths(where: str, seq_lens: Any, cu_seqlens: Tensor | None) -> Pair:
+def lengths(where: str, seq_lens: Any, cu_seqlens: Any) -> Pair:
     """(of q, of k) from seq_lens, or of the sequences that cu_seqlens bounds."""
+    cu_seqlens = tensor(cu_seqlens, f"{where}: cu_seqlens")
     if cu_seqlens is not None:
         if seq_lens is not None:
             raise GraphError(f"{where}: seq_lens and cu_seqlens both bound sequences; give one")
@@ -155,17 +174,19 @@ def tokens(where: str, x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def sinks(given: Tensor | None) -> Tensor | None:
+def sinks(given: Any) -> Tensor | None:
     """[h] as [1, h, 1, 1], in at least fp32, as logits are."""
-    if given is None:
+    found = tensor(given, "sink")
+    if found is None:
         return None
-    if given.dtype in (torch.float16, torch.bfloat16):
-        given = given.float()
-    return given[None, :, None, None] if given.dim() == 1 else given
+    if found.dtype in (torch.float16, torch.bfloat16):
+        found = found.float()
+    return found[None, :, None, None] if found.dim() == 1 else found
 
 
-def broadcast(bias: Tensor | None) -> Tensor | None:
+def broadcast(given: Any) -> Tensor | None:
     """A bias of fewer axes as one of four, the first of length 1."""
+    bias = tensor(given, "bias")
     if bias is None or bias.dim() >= 4:
         return bias
     return bias[(None,) * (4 - bias.dim())]

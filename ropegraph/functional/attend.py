@@ -31,8 +31,8 @@ K_POSITIONS = tuple(f"k_{name}" for name in POSITIONS)
 MASKS = ("seq_len_q", "seq_len_kv", "bias", "sink", "seed")
 SDPA: tuple[Attribute, ...] = (
     ("scale", "float?"),
-    ("left", "int?"),
-    ("right", "int?"),
+    ("left", "SymInt?"),
+    ("right", "SymInt?"),
     ("bottom_right", "bool"),
     ("alibi", "bool"),
     ("softcap", "float?"),
@@ -182,13 +182,14 @@ def _rotate(
         return
     tables = declare(graph, forms, *TABLES)
     positions = declare(graph, forms, *POSITIONS, *K_POSITIONS)
+    turn = rotation("attention", attributes, forms["q"].dim[3])
     of_q = {name: positions[name] for name in POSITIONS if name in positions}
     of_k = of_q
     if attributes["own_k_positions"]:
         of_k = {name: positions[f"k_{name}"] for name in POSITIONS if f"k_{name}" in positions}
     for x, own, factor in zip("qk", (of_q, of_k), factors, strict=True):
         turned = graph.rope(
-            given[x], name=f"rope_{x}", output_scale=factor, **tables, **own, **rotation(attributes)
+            given[x], name=f"rope_{x}", output_scale=factor, **tables, **own, **turn
         )
         given[f"{x}_rot"] = turned
 

@@ -14,12 +14,14 @@ from ropegraph.functional.arguments import (
     autocast,
     band,
     broadcast,
+    flags,
     lengths,
     norms,
     pair,
     refuse_turns,
     seed,
     sinks,
+    tensors,
     tokens,
 )
 from ropegraph.functional.attend import ATTENTION
@@ -99,6 +101,11 @@ def attention(
     second derivative is asked for.
     """
     where = "attention"
+    tensors(where, q=q, k=k, v=v)
+    flags(
+        where, is_causal=is_causal, causal_bottom_right=causal_bottom_right,
+        enable_gqa=enable_gqa, recompute_rope=recompute_rope,
+    )  # fmt: skip
     if not enable_gqa and q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1]:
         raise GraphError(
             f"{where}: q has {q.shape[1]} heads and k {k.shape[1]}; enable_gqa=True allows that"

@@ -74,7 +74,8 @@ def _record(
     given["q_rot"], given["k_rot"] = given["q"], given["k"]
     writes = not has_angles(forms) or has_norms(forms)  # norm and rotation are one launch, then
     if has_angles(forms):
-        turn: dict[str, Any] = {**declare(graph, forms, *TABLES), **rotation(attributes)}
+        own = rotation("cached_attention", attributes, forms["q"].dim[3])
+        turn: dict[str, Any] = {**declare(graph, forms, *TABLES), **own}
         turn.update(declare(graph, forms, *POSITIONS) or {"start_positions": at})
         given["q_rot"] = graph.rope(given["q"], name="rope_q", **turn)
         turn.update({} if writes else into["k"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ropegraph.errors import GraphError
+from ropegraph.errors import GraphError, PositionError
 from ropegraph.functional.arguments import (
     angles,
     autocast,
@@ -16,9 +16,11 @@ from ropegraph.functional.arguments import (
     refuse_turns,
     sinks,
     tensor,
+    tensors,
 )
 from ropegraph.functional.cached import CACHED_ATTENTION
 from ropegraph.functional.dispatch import call
+from ropegraph.functional.eager import has_modes, has_transforms
 
 
 def cached_attention(
@@ -78,6 +80,7 @@ def cached_attention(
     of such a sequence is written, and its result attends over what is there.
     """
     where = "cached_attention"
+    tensors(where, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
     if freqs is None and cos is None and cos_sin is None and inv_freq is None:
         refuse_turns(
             where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
@@ -88,14 +91,15 @@ def cached_attention(
         )  # fmt: skip
     left, right, bottom_right = band(where, is_causal=False, bottom_right=True, window=window)
     q, k, v = autocast((q, k, v))
-    if tensor(lengths, f"{where}: lengths") is None or lengths.dtype is not torch.int32:
-        given = "None" if lengths is None else str(lengths.dtype)  # pyright: ignore[reportUnnecessaryComparison]
-        raise GraphError(f"{where}: lengths is {given}; use torch.int32 [b]")
+    if lengths.dtype is not torch.int32:
+        raise GraphError(f"{where}: lengths is {lengths.dtype}; use torch.int32 [b]")
     tensor(new_lens, f"{where}: new_lens")
     if new_lens is None:
         new_lens = torch.full_like(lengths, q.shape[2] if q.dim() == 4 else 0)
     elif new_lens.dtype not in (torch.int32, torch.int64):
         raise GraphError(f"{where}: new_lens is {new_lens.dtype}; use torch.int32 [b]")
+    elif q.dim() == 4 and _is_readable(new_lens):
+        _check_new_lens(new_lens, q.shape[2])
     new_lens = new_lens.to(torch.int32)
     room = k_cache.shape[2] if k_cache.dim() == 4 else 0
     fits = new_lens.shape == lengths.shape
@@ -103,7 +107,8 @@ def cached_attention(
     slots = (
         q, k, v, k_cache, v_cache, lengths, new_lens, len_kv,
         *norms(where, q_norm, k_norm, q, freqs), *angles(freqs, cos, sin, cos_sin, inv_freq),
-        position_ids, start_positions, sinks(sink),
+        tensor(position_ids, "position_ids"), tensor(start_positions, "start_positions"),
+        sinks(sink),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
@@ -112,3 +117,19 @@ def cached_attention(
         torch.are_deterministic_algorithms_enabled(), norm_eps,
     )  # fmt: skip
     return call(CACHED_ATTENTION, slots, attributes)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """True for values that are there, and that nobody has to wait for."""
+    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    return is_plain and x.device.type == "cpu" and not (has_modes() or has_transforms())
+
+
+def _check_new_lens(new_lens: Tensor, rows: int) -> None:
+    """Raise PositionError for a number of rows that is none, before a cache is written."""
+    for i, n in enumerate(cast("list[int]", new_lens.flatten().tolist())):
+        if not 0 <= n <= rows:
+            raise PositionError(
+                f"cached_attention: new_lens of sequence {i} is {n}; it must lie in 0..{rows}, the "
+                "new rows there are"
+            )

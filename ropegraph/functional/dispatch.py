@@ -29,10 +29,11 @@ def call(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Tensor:
         found = eager.find(kind, slots, attributes)
         if found is not None:
             return eager.run_call(found, slots)
-    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in slots)
+    needs = tuple(x is not None and eager.unmapped(x).requires_grad for x in slots)
+    training = torch.is_grad_enabled() and any(needs)
     if training and not kind.gradients:
-        kind.refuse_gradients(tuple(x is not None and x.requires_grad for x in slots))
-    if training and eager.has_transforms():
+        kind.refuse_gradients(needs)
+    if training and eager.has_transforms() and not eager.is_only_mapped():
         raise GraphError(
             f"{kind.name}: torch.func has no gradient of it; use torch.autograd.grad, or backward()"
         )
@@ -44,7 +45,7 @@ def call(kind: Kind, slots: Slots, attributes: tuple[Any, ...]) -> Tensor:
 
 def _refuse_tangents(kind: Kind, slots: Slots) -> None:
     for name, x in zip(kind.slots, slots, strict=True):
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+        if x is not None and forward_ad.unpack_dual(eager.unmapped(x)).tangent is not None:
             raise GraphError(
                 f"{kind.name}: {name} has a tangent, but there is no forward-mode derivative; use "
                 "torch.autograd.grad, or backward()"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.plans import LIMIT
+from ropegraph.api.tensor import settled_strides
 from ropegraph.errors import GraphError
 from ropegraph.functional.building import Backward, Forward, build
 from ropegraph.functional.gradient import kept
@@ -25,7 +26,23 @@ from ropegraph.functional.plans import Slots, like_result, run, settled
 _C: Any = getattr(torch, "_C")  # noqa: B009
 has_modes: Any = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 has_transforms: Any = getattr(_C, "_are_functorch_transforms_active", lambda: True)
+functorch: Any = getattr(_C, "_functorch", None)
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_only_mapped() -> bool:
+    """True within torch.vmap alone, whose slices torch's own autograd follows."""
+    levels: Any = functorch.get_interpreter_stack() if functorch is not None else None
+    return levels is not None and all(level.key().name == "Vmap" for level in levels)
+
+
+def unmapped(x: Tensor) -> Tensor:
+    """What torch.vmap takes slices of: it knows whether it requires grad, a slice does not."""
+    if torch.compiler.is_compiling() or not has_transforms() or functorch is None:
+        return x
+    while functorch.is_batchedtensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 class Call:
@@ -81,6 +98,15 @@ class Call:
         form = self.plan.written[0]
         if form is not None and grad.stride() != form.stride:
             grad = like_result(grad, form)
+        try:
+            return self._run(plan, grad, saved)
+        except GraphError:
+            laid = self._laid(saved)
+            if laid is None:
+                raise
+            return self._run(plan, grad, laid)
+
+    def _run(self, plan: Plan, grad: Tensor, saved: Slots) -> Slots:
         if plan.turn is not None:
             full = self.full(saved)
             count = len(self.kind.results)
@@ -88,6 +114,18 @@ class Call:
         pack = {name: saved[i] for i, name in self._reads}
         pack[plan.reads[0]] = grad
         return tuple(plan.run(pack))
+
+    def _laid(self, saved: Slots) -> Slots | None:
+        """What was saved in its old strides: saved_tensors_hooks may hand back others."""
+        forms = (*self.plan.written, *self.forms)
+        found, moved = list(saved), False
+        for place, at in self._saved.items():
+            x, form = saved[at], forms[place]
+            if x is None or form is None or x.shape != form.dim:
+                continue
+            if settled_strides(form.dim, x.stride()) != form.stride:
+                found[at], moved = like_result(x, form), True
+        return tuple(found) if moved else None
 
     def full(self, saved: Slots) -> list[Any]:
         """Results and slots in their places, None for what was not kept."""

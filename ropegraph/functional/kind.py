@@ -130,8 +130,19 @@ def declare(graph: pygraph, forms: Forms, *names: str) -> dict[str, Tensor]:
     }
 
 
-def rotation(attributes: Attributes) -> dict[str, Any]:
-    """The attributes that are keywords of pygraph.rope."""
+def rotation(where: str, attributes: Attributes, width: int) -> dict[str, Any]:
+    """The attributes that are keywords of pygraph.rope.
+
+    Raises GraphError where a part of ``width`` channels turns and nothing says which: models of
+    Hugging Face turn the first ones, cuDNN the last.
+    """
+    r = attributes["rope_dim"]
+    if isinstance(r, int) and 0 < r < width and attributes["rope_offset"] is None:
+        raise GraphError(
+            f"{where}: rope_dim={r} of heads {width} wide: say which channels turn, rope_offset=0 "
+            f"for the first (Hugging Face, TransformerEngine) or rope_offset={width - r} for the "
+            "last (cuDNN)"
+        )
     return {name: attributes[name] for name, _ in ROTATION}
 
 

@@ -45,7 +45,7 @@ def _record(
     )
     if has_angles(forms):
         turn = declare(graph, forms, *TABLES, *_POSITIONS)
-        y = graph.rope(y, name="rope", **turn, **rotation(attributes))
+        y = graph.rope(y, name="rope", **turn, **rotation("attention", attributes, x.get_dim()[3]))
     made = {"y": y.set_stride(results["y"].stride)}
     return made if inverse is None else {**made, "inv": inverse}
 

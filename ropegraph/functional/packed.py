@@ -110,13 +110,17 @@ def _rotated(
     """q_rot, k_rot and v as parts of qkv, or made from them, and the statistics of the norms."""
     given = declare(graph, forms, "qkv", *TABLES, *POSITIONS)
     qkv = given.pop("qkv")
+    own: dict[str, Any] = {}
+    if has_angles(forms):
+        width = heads(forms["qkv"], attributes)["q"].dim[3]
+        own = rotation("qkv_attention", attributes, width)
     layout = {"split": attributes["split"], "by_groups": attributes["by_groups"]}
     if has_norms(forms):
         split = graph.split_qkv(qkv, name="split", **layout)
         parts: dict[str, Tensor] = dict(zip(PARTS, split, strict=True))
         norms.normalise(graph, parts, forms, attributes, results)
         if has_angles(forms):
-            turn: dict[str, Any] = {**given, **rotation(attributes)}
+            turn: dict[str, Any] = {**given, **own}
             for x, factor in zip("qk", factors, strict=True):
                 parts[x] = graph.rope(parts[x], name=f"rope_{x}", output_scale=factor, **turn)
         return {"q_rot": parts.pop("q"), "k_rot": parts.pop("k"), **parts}
@@ -129,7 +133,7 @@ def _rotated(
             k_output_scale=factors[1],
             **layout,
             **given,
-            **rotation(attributes),
+            **own,
         )
     else:
         made = graph.split_qkv(qkv, name="split", **layout)

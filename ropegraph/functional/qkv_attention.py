@@ -14,11 +14,14 @@ from ropegraph.functional.arguments import (
     autocast,
     band,
     broadcast,
+    flags,
     lengths,
     norms,
     refuse_turns,
     seed,
     sinks,
+    tensor,
+    tensors,
 )
 from ropegraph.functional.dispatch import call
 from ropegraph.functional.packed import QKV_ATTENTION, read_split
@@ -79,6 +82,11 @@ def qkv_attention(
     Raises GraphError as ``attention`` does, and if split does not fit.
     """
     where = "qkv_attention"
+    tensors(where, qkv=qkv)
+    flags(
+        where, is_causal=is_causal, causal_bottom_right=causal_bottom_right,
+        recompute_rope=recompute_rope, in_place=in_place, by_groups=by_groups,
+    )  # fmt: skip
     if in_place and recompute_rope:
         raise GraphError(f"{where}: in_place keeps no rotations to recompute; give one of the two")
     has_norms = not (q_norm is None and k_norm is None)
@@ -116,8 +124,8 @@ def qkv_attention(
     slots = (
         qkv, *norms(where, q_norm, k_norm, qkv, freqs),
         *angles(freqs, cos, sin, cos_sin, inv_freq),
-        position_ids, start_positions, len_q, len_kv, broadcast(bias), sinks(sink),
-        seed(dropout_p, qkv.device),
+        tensor(position_ids, "position_ids"), tensor(start_positions, "start_positions"),
+        len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, qkv.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         split, by_groups,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ropegraph.api import tensor as handles
 from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
-from ropegraph.functional.arguments import angles
+from ropegraph.functional.arguments import angles, tensor, tensors
 from ropegraph.functional.checks import data
 from ropegraph.functional.dispatch import call, register
 from ropegraph.functional.kind import (
@@ -37,7 +37,9 @@ def _record(
     given = declare(graph, forms, "x", *TABLES, *_POSITIONS)
     x = given.pop("x")
     options = {name: attributes[name] for name in ("output_scale", "cp_size", "cp_rank")}
-    y = graph.rope(x, name="rope", **given, **options, **rotation(attributes))
+    y = graph.rope(
+        x, name="rope", **given, **options, **rotation("rope", attributes, x.get_dim()[3])
+    )
     return {"y": y.set_stride(results["y"].stride)}
 
 
@@ -88,18 +90,21 @@ def rope(
     """Rotate channel pairs of ``x`` by its positions; the arguments are those of pygraph.rope.
 
     x: [b, h, s, d], any strides, fp16, bf16, fp32 or fp64.  Exactly one source of angles:
-    freqs: radians [s_max, 1 or b, 1, r], or [s_max, r]; cos and sin; cos_sin; inv_freq [r / 2].
+    freqs: radians [s_max, 1 or b, 1, r], [s_max, r] or [b, s_max, r]; cos and sin; cos_sin;
+    inv_freq [r / 2].  rope_dim: fewer than all channels want rope_offset as well, which says which.
     position_ids: [b or 1, s].  start_positions: [b].  cu_seqlens: [n + 1], x is [1, h, t, d].
     Returns a new [b, h, s, d] of the type of x, whatever autocast says, with memory in the order
     of x. Differentiable in x, twice and more, and in freqs (by torch alone, once).
     Raises GraphError for what does not fit, and where another tensor requires grad.
     """
-    tensors = (
+    tensors("rope", x=x)
+    slots = (
         x, *angles(freqs, cos, sin, cos_sin, inv_freq),
-        position_ids, start_positions, cu_seqlens,
+        tensor(position_ids, "position_ids"), tensor(start_positions, "start_positions"),
+        tensor(cu_seqlens, "cu_seqlens"),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
         rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
         half_width, table_layout, angle_precision, numerics, output_scale, cp_size, cp_rank,
     )  # fmt: skip
-    return call(ROPE, tensors, attributes)
+    return call(ROPE, slots, attributes)

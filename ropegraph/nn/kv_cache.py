@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.checks import as_count
+from ropegraph.errors import GraphError
 
 
 class KVCache:
@@ -33,9 +34,10 @@ class KVCache:
         }  # fmt: skip
         dim = [as_count(n, f"KVCache: {name}", 1) for name, n in sizes.items()]
         # Zeros: a row that is not read yet must not be NaN, for engines weigh it by 0.
-        self.k: Tensor = torch.zeros(dim, dtype=dtype, device=device)
-        self.v: Tensor = torch.zeros(dim, dtype=dtype, device=device)
-        self.lengths: Tensor = torch.zeros(batch, dtype=torch.int32, device=device)
+        with torch.inference_mode(mode=False):  # or they could be written in that mode alone
+            self.k: Tensor = torch.zeros(dim, dtype=dtype, device=device)
+            self.v: Tensor = torch.zeros(dim, dtype=dtype, device=device)
+            self.lengths: Tensor = torch.zeros(batch, dtype=torch.int32, device=device)
 
     @property
     def max_length(self) -> int:
@@ -47,6 +49,10 @@ class KVCache:
 
         Where they did not fit, which a CUDA device cannot say, ``lengths`` is more than max_length.
         """
+        if not isinstance(new_rows, (int, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(
+                f"KVCache: new_rows={new_rows!r:.60}; use a number, or a tensor [batch]"
+            )
         self.lengths.add_(new_rows)
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ from ropegraph import angles
 from ropegraph.angles.checks import Device, as_length
 from ropegraph.angles.dynamic import stretched
 from ropegraph.angles.parameters import Resolved, resolve
+from ropegraph.api.checks import as_list
 from ropegraph.errors import GraphError
 
 Rope = dict[str, Any]
@@ -58,7 +59,7 @@ class RotaryAngles(nn.Module):
             head_dim=head_dim,
             max_position_embeddings=max_position_embeddings,
             layer_type=layer_type,
-            ignore_keys=ignore_keys,
+            ignore_keys=as_list(ignore_keys, "RotaryAngles: ignore_keys"),
         )
         self.interleaved = interleaved
         self.angle_precision = angle_precision
@@ -96,6 +97,10 @@ class RotaryAngles(nn.Module):
         device: of the tensors that will be rotated, if the module may lie elsewhere.
         Raises GraphError if positions or a length are missing.
         """
+        if position_ids is not None and not isinstance(position_ids, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(
+                f"RotaryAngles: position_ids is {type(position_ids).__name__}; use a tensor"
+            )
         rope: Rope = {
             "rope_dim": self.rope_dim, "rope_offset": 0, "interleaved": self.interleaved,
             "attention_factor": self._host.attention_factor,

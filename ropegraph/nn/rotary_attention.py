@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropegraph.api.checks import as_count, as_number
+from ropegraph.api.checks import as_count, as_flag, as_number
 from ropegraph.errors import GraphError
 from ropegraph.functional import attention, cached_attention, qkv_attention
 from ropegraph.nn.kv_cache import KVCache
@@ -59,6 +59,11 @@ class RotaryAttention(nn.Module):
         where = "RotaryAttention"
         self.embed_dim = as_count(embed_dim, f"{where}: embed_dim", 1)
         self.num_heads = as_count(num_heads, f"{where}: num_heads", 1)
+        for name, flag in (
+            ("bias", bias), ("out_bias", out_bias), ("qk_norm", qk_norm), ("is_causal", is_causal),
+            ("recompute_rope", recompute_rope),
+        ):  # fmt: skip
+            as_flag(flag, f"{where}: {name}")
         groups = num_heads if num_kv_heads is None else num_kv_heads
         self.num_kv_heads = as_count(groups, f"{where}: num_kv_heads", 1)
         if num_heads % groups:
@@ -127,12 +132,20 @@ class RotaryAttention(nn.Module):
         Raises GraphError for what does not fit; PositionError, on a CPU, where a cache is too
         short, before anything is written.
         """
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(f"RotaryAttention: x is {type(x).__name__}; use a tensor")
+        if cache is not None and not isinstance(cache, KVCache):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(f"RotaryAttention: cache is {type(cache).__name__}; use a KVCache")
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise GraphError(f"RotaryAttention: x is {list(x.shape)}; use [b, s, {self.embed_dim}]")
         if rope is None:
             rope = self._rope(x, cache, position_ids, max_seqlen)
         elif position_ids is not None:
             raise GraphError("RotaryAttention: rope and position_ids both say positions; give one")
+        elif not isinstance(rope, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GraphError(
+                f"RotaryAttention: rope is {type(rope).__name__}; use what angles() gave"
+            )
         qkv = self.qkv_proj(x)
         if cache is not None:
             if cu_seqlens is not None:

@@ -90,6 +90,14 @@ def test_what_breaks_is_a_line_of_the_report(
     assert target == "torch.cuda.is_available" or failed, out
 
 
+def test_a_package_that_wants_to_end_the_process_is_a_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(probes.PROBES, "sdpa", lambda _: sys.exit("no driver"))
+    assert main(["doctor"]) == 1
+    assert "sdpa bf16: failed: SystemExit: no driver" in capsys.readouterr().out
+
+
 def test_an_operation_that_nobody_serves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -115,7 +123,13 @@ def module(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
         ("raise ImportError('libnvrtc.so.13 not found')", "broken: ImportError: libnvrtc.so.13"),
         ("import os; os.abort()", "broken: exit status -6"),
         ("import sys; sys.exit(3)", "broken: exit status 3"),
-        ("", "broken: AttributeError"),
+        ("import sys; sys.exit('no driver')", "broken: no driver"),
+        ("raise RuntimeError('two\\nlines')", "broken: RuntimeError: two lines"),
+        ("print('hello')\n__version__ = '13.6.0'", "imports, version 13.6.0"),
+        ("import os; os.write(1, b'\\xff\\xfe'); __version__ = '1'", "imports, version 1"),
+        ("__version__ = input()", "broken: EOFError"),
+        ("def (", "broken: SyntaxError"),
+        ("", "imports, version unknown"),
     ],
 )
 def test_a_broken_module_ends_another_process(

@@ -326,7 +326,7 @@ def test_mistakes() -> None:
         call(*new, k_cache, v_cache, new_lens=starts(1))
     with pytest.raises(rg.GraphError, match=r"new_lens is torch.float32; use torch.int32 \[b\]"):
         call(*new, k_cache, v_cache, new_lens=torch.ones(B))
-    with pytest.raises(rg.PositionError, match=r"seq_len_q of sequence 0 is 3; .* in 0\.\.2"):
+    with pytest.raises(rg.PositionError, match=r"new_lens of sequence 0 is 3; .* in 0\.\.2"):
         call(*new, k_cache, v_cache, new_lens=starts(3, 1))
     with pytest.raises(rg.GraphError, match="rope_dim= is given but no angles"):
         cached_attention(*new, k_cache, v_cache, starts(), rope_dim=4)

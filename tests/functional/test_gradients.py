@@ -271,6 +271,30 @@ def test_transforms_are_refused_by_name() -> None:
         torch.func.grad(lambda x: rope(x, table()).sum())(x)
     with pytest.raises(rg.GraphError, match="x has a tangent"):
         torch.func.jvp(lambda x: rope(x, table()), (x,), (x,))
+    mapped = torch.vmap(lambda x: rope(x[None], table()))
+    with pytest.raises(rg.GraphError, match=r"torch\.func has no gradient"):
+        torch.func.grad(lambda x: mapped(x).sum())(x)
+    with pytest.raises(rg.GraphError, match=r"torch\.func has no gradient"):
+        torch.vmap(torch.func.grad(lambda x: rope(x[None], table()).sum()))(x)
+    with pytest.raises(rg.GraphError, match="x has a tangent"):
+        torch.func.jvp(mapped, (x,), (x,))
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_rope": True}, {"fold": "symmetric"}])
+def test_vmap_has_the_gradients_of_a_loop(options: dict[str, Any]) -> None:
+    q, k, v = heads(F64)
+    many = torch.stack([q, 2 * q, -q]).detach().requires_grad_()
+
+    def run(q: Tensor) -> Tensor:
+        o = attention(q, k, v, table(), is_causal=True, enable_gqa=True, **options)
+        return rope(o, table())
+
+    weight = torch.randn(3, *q.shape, dtype=F64)
+    grads = [
+        torch.autograd.grad(made, (many, k, v), weight)
+        for made in (torch.vmap(run)(many), torch.stack([run(q) for q in many]))
+    ]
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Natural mistakes: what the functions answer."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 import ropegraph as rg
 from ropegraph import angles
-from ropegraph.functional import attention, qkv_attention, rope
+from ropegraph.functional import attention, cached_attention, qkv_attention, rope
 
 Q = torch.randn(2, 4, 6, 8)
 FREQS = torch.randn(6, 4)
@@ -118,3 +120,87 @@ def test_a_longest_length_without_sequences() -> None:
         attention(Q, Q, Q, max_seqlen=3)
     with pytest.raises(rg.GraphError, match="max_seqlen=-3"):
         attention(Q[:1], Q[:1], Q[:1], max_seqlen=-3, cu_seqlens=torch.tensor([0, 6]))
+
+
+CACHE, AT = torch.zeros(2, 4, 6, 8), torch.zeros(2, dtype=torch.int32)
+CALLS: dict[Callable[..., Any], dict[str, Any]] = {
+    rope: {"x": Q, "freqs": FREQS, "half_width": True},
+    attention: {"q": Q, "k": Q, "v": Q, "freqs": FREQS, "half_width": True},
+    qkv_attention: {
+        "qkv": torch.randn(2, 6, 12, 8), "freqs": FREQS, "half_width": True, "split": (4, 4, 4)
+    },
+    cached_attention: {
+        "q": Q, "k": Q, "v": Q, "k_cache": CACHE, "v_cache": CACHE.clone(), "lengths": AT,
+        "freqs": FREQS, "half_width": True,
+    },
+}  # fmt: skip
+# An argument that is read as another one, or that another one is read by.
+SPOKEN = {"is_causal": "causal", "sin": "sin|cos", "k_cache": "cache", "dropout_p": "dropout",
+          "seq_lens": "seq_len"}  # fmt: skip
+TAKES_LARGE = ("scale", "output_scale", "attention_factor", "softcap")
+JUNK = ("text", b"bytes", [1.5], (1, 2, 3, 4), {"a": 1}, object(), 1j, torch.randn(3), 10**30)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(f, name) for f in CALLS for name in inspect.signature(f).parameters],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_whatever_an_argument_is_the_message_names_it(
+    function: Callable[..., Any], name: str
+) -> None:
+    """Or it is taken: 10**30 is a scale."""
+    if name in TAKES_LARGE:
+        function(**{**CALLS[function], name: 10**30})
+    for junk in JUNK if name not in TAKES_LARGE else JUNK[:-1]:
+        with pytest.raises(rg.GraphError, match=SPOKEN.get(name, name)):
+            function(**{**CALLS[function], name: junk})
+
+
+@pytest.mark.parametrize("n", [-1, 7])
+def test_a_number_of_new_rows_that_is_none_is_told_before_a_cache_is_written(n: int) -> None:
+    before, given = CACHE.clone(), CALLS[cached_attention]
+    with pytest.raises(rg.PositionError, match=rf"new_lens of sequence 1 is {n}; .* 0\.\.6"):
+        cached_attention(**given, new_lens=torch.tensor([2, n]))
+    assert torch.equal(CACHE, before)
+
+
+WHICH = r"rope_dim=4 of heads 8 wide: say which channels turn, rope_offset=0 .* or rope_offset=4"
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_part_of_a_head_has_a_place(norms: bool) -> None:
+    """Models of Hugging Face turn the first channels, cuDNN the last: silence would be a guess."""
+    freqs, turn = torch.randn(6, 4), {"rope_dim": 4}
+    weights = {"q_norm": torch.ones(8), "k_norm": torch.ones(8)} if norms else {}
+    bounds = torch.tensor([0, 6])
+    calls: dict[str, Callable[..., torch.Tensor]] = {
+        "rope": lambda **given: rope(Q, freqs, **given),
+        "attention": lambda **given: attention(Q, Q, Q, freqs, **weights, **given),
+        "rows": lambda **given: attention(
+            Q[:1], Q[:1], Q[:1], freqs, cu_seqlens=bounds, **weights, **given
+        ),
+        "qkv_attention": lambda **given: qkv_attention(
+            torch.randn(2, 6, 12, 8), freqs, split=(4, 4, 4), **weights, **given
+        ),
+        "cached_attention": lambda **given: cached_attention(
+            Q, Q, Q, torch.zeros(2, 4, 9, 8), torch.zeros(2, 4, 9, 8), torch.zeros(2).int(),
+            torch.randn(9, 4), **weights, **given,
+        ),
+    }  # fmt: skip
+    for name, run in calls.items():
+        with pytest.raises(rg.GraphError, match=WHICH):
+            run(**turn)
+        first, last = run(**turn, rope_offset=0), run(**turn, rope_offset=4)
+        assert not torch.equal(first, last), name
+
+
+def test_tables_as_hugging_face_makes_them() -> None:
+    half = torch.randn(2, 6, 4)
+    cos, sin = (torch.cat((t, t), dim=-1) for t in (half.cos(), half.sin()))
+    got = rope(Q, cos=cos, sin=sin)
+    for i in range(2):
+        want = rope(Q[i : i + 1], cos=cos[i], sin=sin[i])
+        assert torch.equal(got[i : i + 1], want)
+    one = rope(Q, cos=cos[:1], sin=sin[:1])
+    assert torch.equal(one, rope(Q, cos=cos[0], sin=sin[0]))

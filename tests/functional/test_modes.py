@@ -1,5 +1,7 @@
 """The functions within the modes of torch: autograd, autocast, inference, fake tensors."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,6 +95,34 @@ def test_what_is_kept_for_the_backward() -> None:
         kept.clear()
         rope(q, table())
         assert [tuple(x.shape) for x in kept] == [(S, 1, 1, D)]
+
+
+def _laid_anew(x: Tensor) -> Tensor:
+    """The same numbers in other strides, as hooks that move tensors away and back leave them."""
+    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("laid", [torch.clone, Tensor.contiguous, _laid_anew])
+@pytest.mark.parametrize("recompute_rope", [False, True])
+def test_hooks_may_hand_back_other_strides(
+    laid: Callable[[Tensor], Tensor], recompute_rope: bool
+) -> None:
+    inputs, weight = heads(), torch.randn(B, H_Q, S, D)
+    wide = torch.randn(B, S, 2 * (H_Q + 2 * H_KV), D).requires_grad_()
+    freqs = torch.stack((table(), table()), dim=-1)[..., 0]
+
+    def run() -> tuple[Tensor, ...]:
+        o = attend(*inputs, recompute_rope=recompute_rope)
+        packed = qkv_attention(wide[:, :, ::2], freqs, split=(H_Q, H_KV, H_KV))
+        return torch.autograd.grad((rope(o, freqs) + packed).mul(weight).sum(), (*inputs, wide))
+
+    want = run()
+    with torch.autograd.graph.saved_tensors_hooks(laid, lambda x: x):
+        assert all(map(torch.equal, run(), want))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x[:1], lambda x: x):
+        o = attend(*inputs)
+    with pytest.raises(ValueError, match="is declared"):
+        o.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -121,6 +121,20 @@ def test_norms_compiled_without_breaks_have_the_same_bits(kind: str) -> None:
     assert len(frames) == 1
 
 
+def test_numbers_that_change_with_the_length_are_compiled_once_more_and_not_again() -> None:
+    def run(x: Tensor, n: int) -> Tensor:
+        seen = attention(x, x, x, table(64), is_causal=True, window=n)
+        bounds = torch.tensor([0, 2, n])
+        return seen + attention(x, x, x, table(64), cu_seqlens=bounds, max_seqlen=n)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for n in range(5, 17):
+        x = torch.randn(1, H_Q, n, D)
+        assert torch.equal(compiled(x, n), run(x, n))
+    assert counter.frame_count <= 2
+
+
 def test_compiled_by_inductor() -> None:
     compiled = torch.compile(packed_attend, fullgraph=True)
     for s in (17, 20):

@@ -45,7 +45,7 @@ ROTATION: dict[str, dict[str, Any]] = {
     "inv_freq": {"freqs": None, "inv_freq": torch.rand(D // 2)},
     "position_ids": {"position_ids": IDS},
     "start_positions": {"start_positions": STARTS},
-    "rope_dim": {"rope_dim": 4, "freqs": table(LONG, 4)},
+    "rope_dim": {"rope_dim": 4, "rope_offset": 4, "freqs": table(LONG, 4)},
     "rope_offset": {"rope_dim": 4, "rope_offset": 0, "freqs": table(LONG, 4)},
     "interleaved": {"interleaved": True, "table_layout": "first_half"},
     "interleaved_output": {"interleaved_output": True, "table_layout": "first_half"},

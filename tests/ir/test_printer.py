@@ -131,3 +131,23 @@ def test_quotes_in_names_do_not_end_a_label():
     graph = replace(b.graph("z"), name='"')
     for line in to_mermaid(graph).split("\n"):
         assert line.count('"') in (0, 2), line
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("a<b>&c", "a#lt;b#gt;#amp;c"),
+        ("#quot;", "#35;quot;"),
+        ("`x`", "#96;x#96;"),
+        ("a\nb\x1b[2J", "a b [2J"),
+        ("\ud800", " "),
+        ("<script>", "#lt;script#gt;"),
+    ],
+)
+def test_names_that_mermaid_or_html_would_read_as_their_own(name: str, label: str):
+    b = Build()
+    b.tensor(name, 1, 1, 2, 4)
+    b.scale("twice", name, "z", 2.0)
+    text = to_mermaid(b.graph("z"))
+    assert f'["{label}<br/>fp32' in text
+    assert len(text.encode().splitlines()) == len(to_mermaid(b.graph("z")).split("\n"))

@@ -134,6 +134,19 @@ def test_a_cache_itself() -> None:
         KVCache(1, 1, 0, 8)
     with pytest.raises(rg.GraphError, match="KVCache: batch="):
         KVCache(1.5, 1, 1, 8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(rg.GraphError, match="KVCache: new_rows='2'; use a number"):
+        cache.advance("2")  # pyright: ignore[reportArgumentType]
+
+
+def test_made_in_inference_mode_and_filled_without() -> None:
+    layer, x = module().eval(), data()
+    with torch.inference_mode():
+        cache = layer.new_cache(2, ROOM)
+        want = layer(x)
+        first = layer(x[:, :4], cache=cache)
+    with torch.no_grad():
+        rest = layer(x[:, 4:], cache=cache)
+    torch.testing.assert_close(torch.cat((first, rest), dim=1), want)
 
 
 def test_mistakes() -> None:
@@ -153,3 +166,5 @@ def test_mistakes() -> None:
             layer(x, cache=layer.new_cache(3, ROOM))
         with pytest.raises(rg.GraphError, match=r"k_cache is torch.float32 .*use one type"):
             layer(x, cache=layer.new_cache(2, ROOM, dtype=F32))
+        with pytest.raises(rg.GraphError, match="cache is tuple; use a KVCache"):
+            layer(x, cache=(cache.k, cache.v))  # pyright: ignore[reportArgumentType]

@@ -229,3 +229,7 @@ def test_bad_parameters() -> None:
         RotaryAngles()
     with pytest.raises(rg.GraphError, match="factor missing"):
         RotaryAngles({"rope_type": "linear"}, head_dim=D)
+    with pytest.raises(rg.GraphError, match="RotaryAngles: ignore_keys=3; use a list"):
+        RotaryAngles(head_dim=D, ignore_keys=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(rg.GraphError, match="RotaryAngles: position_ids is list; use a tensor"):
+        RotaryAngles(head_dim=D)([0, 1])  # pyright: ignore[reportArgumentType]

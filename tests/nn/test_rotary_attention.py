@@ -291,6 +291,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon": ({"qk_norm": True, "norm_eps": -1.0}, "norm_eps=-1 is negative; use 0 or more"),
     "no epsilon": ({"qk_norm": True, "norm_eps": None}, "norm_eps=None is not a number"),
     "angles": ({"angles": RotaryAngles(head_dim=16)}, "angles of 16 channels for heads of 8"),
+    "flag": ({"is_causal": "no"}, "is_causal='no'; use True or False"),
+    "flags": ({"qk_norm": 2}, "qk_norm=2; use True or False"),
+    "eps": ({"norm_eps": float("nan")}, "norm_eps=nan is not finite"),
+    "below": ({"norm_eps": -1e-6}, "norm_eps=-1e-06 is negative; use 0 or more"),
     "rope": ({"angles": {"rope_type": "yarn", "factr": 2.0}}, "did you mean factor"),
 }
 
@@ -312,3 +316,9 @@ def test_bad_inputs() -> None:
         layer(data(), max_seqlen=4)
     with pytest.raises(rg.GraphError, match="fold='both'"):
         module(fold="both")(data())
+    with pytest.raises(rg.GraphError, match="x is list; use a tensor"):
+        layer([1.0])
+    with pytest.raises(rg.GraphError, match=r"rope is str; use what angles\(\) gave"):
+        layer(data(), rope="default")
+    with pytest.raises(rg.GraphError, match="cu_seqlens is list, no tensor"):
+        layer(data()[:1], cu_seqlens=[0, S])

@@ -1,7 +1,8 @@
 """What differs between the outputs a notebook has and those it would have now.
 
 Times and addresses are in no output, but rounding errors are, and they differ from machine to
-machine: numbers are compared by size, pictures by eye, all else to the letter.
+machine: errors and ratios are compared by size, values of three decimals and more in all their
+digits but the last, pictures by eye, all else, whole numbers included, to the letter.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import base64
 import io
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import matplotlib.image
 from nbformat import NotebookNode
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
+SVG_SHAPE = re.compile(r"<(\w+)")
+SVG_FILL = re.compile(r'fill="([^"]*)"')
 SVG_TEXT = re.compile(r">([^<>]+)<")
 NO_MATTER = 1e-11  # an error in fp64 is smaller, and may be anything
 
@@ -52,19 +56,34 @@ def text(was: str, now: str) -> str:
     if NUMBER.sub("0", was) != NUMBER.sub("0", now):
         return f"the words differ: {was!r:.300} is now {now!r:.300}"
     for a, b in zip(NUMBER.findall(was), NUMBER.findall(now), strict=True):
-        x, y = (float(number.replace(",", "")) for number in (a, b))
-        if "e" in a + b:
-            # An error: its size matters, and fp64's not even that.
-            is_same = max(x, y) < NO_MATTER or (min(x, y) > 0 and abs(math.log10(x / y)) < 1)
-        else:
-            is_same = math.isclose(x, y, rel_tol=0.05)
-        if not is_same:
+        if not _is_same(a, b):
             return f"{a} is now {b} in {now!r:.300}"
     return ""
 
 
+def _is_same(a: str, b: str) -> bool:
+    """True if a number that was shown as ``a`` may be shown as ``b``."""
+    x, y = (float(number.replace(",", "")) for number in (a, b))
+    whole, _, fraction = a.partition(".")
+    decimals = len(fraction.partition("e")[0])
+    if decimals >= 3:
+        # A value: the last digit, or those that fp32 does not have, may be rounded otherwise.
+        unit = 10.0 ** (int(fraction.partition("e")[2] or 0) - decimals)
+        return abs(x - y) <= max(2.5 * unit, 2e-6 * abs(x))
+    if "e" in a + b:
+        # An error: its size matters, and fp64's not even that.
+        return max(x, y) < NO_MATTER or (min(x, y) > 0 and abs(math.log10(x / y)) < 1)
+    if not decimals and "." not in b:
+        return whole.rstrip(",") == b.rstrip(",")
+    return math.isclose(x, y, rel_tol=0.05)
+
+
 def _svg(was: str, now: str) -> str:
-    """Labels count; where the boxes stand is the layout's affair."""
+    """Labels count, shapes and colours; where the boxes stand is the layout's affair."""
+    for shapes in (SVG_SHAPE, SVG_FILL):
+        counts = [Counter(shapes.findall(picture)) for picture in (was, now)]
+        if counts[0] != counts[1]:
+            return f"{dict(counts[0])} in the picture, now {dict(counts[1])}"
     return text(*("\n".join(SVG_TEXT.findall(picture)) for picture in (was, now)))
 
 

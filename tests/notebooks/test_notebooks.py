@@ -14,6 +14,7 @@ from tests.missing import missing
 try:
     import matplotlib.pyplot as plt
     import nbclient  # noqa: F401 - as are ipykernel and matplotlib, by the extra `notebooks`
+    import nbformat
 
     from examples.notebooks import execute
     from tests.notebooks import stale
@@ -128,6 +129,15 @@ def test_together_they_are_small() -> None:
         ("1.02 times", "1.03 times", True),
         ("1.02 times", "1.20 times", False),
         ("2 launches", "3 launches", False),
+        ("512 tokens", "513 tokens", False),
+        ("33,554,432 on scores", "33,554,433 on scores", False),
+        ("f32", "f16", False),
+        ("attn_scale=0.144338", "attn_scale=0.144339", True),
+        ("attn_scale=0.144337567297", "attn_scale=0.144337567301", True),
+        ("attn_scale=0.144338", "attn_scale=0.144482", False),
+        ("7.88861e-31", "7.88871e-31", False),
+        ("loss 3.303", "loss 3.313", False),
+        ("score -1.647675", "score 1.647675", False),
         ("right", "wrong", False),
     ],
 )
@@ -143,6 +153,42 @@ def test_a_changed_picture_or_a_missing_output_is_stale() -> None:
         drawn = next(cell for cell in other.cells if "plt.show()" in cell.source)
         change(drawn.outputs)
         assert len(stale.differences(notebook, other)) == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [('fill="#fce4ec"', 'fill="#fff3e0"'), ("<path ", "<line "), (">rope_q", ">rope")],
+)
+def test_a_diagram_of_other_colours_shapes_or_labels_is_stale(was: str, now: str) -> None:
+    notebook = execute.load(execute.HERE / "01_build_and_execute.ipynb")
+    outputs = [o for cell in cells(notebook) for o in cell.outputs if was in _drawing(o)]
+    for output in outputs:
+        other = _drawing(output).replace(was, now, 1)
+        assert stale.differences(_showing(_drawing(output)), _showing(other))
+    assert outputs
+
+
+def _drawing(output: Any) -> str:
+    return output.get("data", {}).get("image/svg+xml", "")
+
+
+def _showing(drawing: str) -> Any:
+    """A notebook whose one cell shows a diagram."""
+    cell = nbformat.v4.new_code_cell("g")
+    cell.outputs = [nbformat.v4.new_output("display_data", {"image/svg+xml": drawing})]
+    return nbformat.v4.new_notebook(cells=[cell])
+
+
+def test_every_number_of_a_text_is_looked_at() -> None:
+    """Twenty times as much is never the same, but of an error in fp64."""
+    for path in NOTEBOOKS:
+        for output in (o for cell in cells(execute.load(path)) for o in cell.outputs):
+            was = output.get("text") or output.get("data", {}).get("text/plain", "")
+            for found in stale.NUMBER.finditer(was):
+                value = float(found.group().replace(",", ""))
+                if value > stale.NO_MATTER:
+                    other = f"{20 * value:.6g}"
+                    assert stale.text(was, was[: found.start()] + other + was[found.end() :])
 
 
 def _another_picture(outputs: list[Any]) -> None:

@@ -31,13 +31,21 @@ PACKAGES = (
 # Import name -> what needs it.
 MODULES = {"cudnn": "cudnn.sdpa", "cupy": "cuda.rope"}
 IMPORT_SECONDS = 120
+_IMPORT = """
+import sys
+try:
+    import {name}
+    print("\\n" + str(getattr({name}, "__version__", "unknown")))
+except Exception as error:
+    sys.exit("\\n" + type(error).__name__ + ": " + " ".join(str(error).split()))
+"""
 
 
 def asked(question: Callable[[], Any]) -> Any:
     """The answer, or what went wrong as text: of a broken machine that is what a report tells."""
     try:
         return question()
-    except Exception as error:  # noqa: BLE001 - whatever a broken package raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a broken package raises
         return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -127,15 +135,17 @@ def _module(name: str) -> str:
     """
     if find_spec(name) is None:
         return f"not installed ({MODULES[name]} needs it)"
-    code = f"import {name}; print({name}.__version__)"
     run = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", _IMPORT.format(name=name)],
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
         timeout=IMPORT_SECONDS,
     )
-    if run.returncode == 0:
-        return f"imports, version {run.stdout.strip()}"
-    last = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-    return f"broken: {last}"
+    # The last line is ours: a package may print what it likes when it is imported.
+    said = (run.stderr if run.returncode else run.stdout).strip().splitlines()
+    if run.returncode == 0 and said:
+        return f"imports, version {said[-1]}"
+    return f"broken: {said[-1] if said else f'exit status {run.returncode}'}"
