@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ropegraph.api.checks import as_count, as_flag, as_number
-from ropegraph.errors import GraphError
+from ropegraph.errors import GraphError, PositionError
 from ropegraph.functional import attention, cached_attention, qkv_attention
 from ropegraph.nn.kv_cache import KVCache
 from ropegraph.nn.rotary_angles import RotaryAngles
@@ -240,9 +240,19 @@ class RotaryAttention(nn.Module):
             # Of several axes: row i of this table is that of row i, wherever in the cache it goes.
             rows = torch.arange(qkv.shape[1], device=qkv.device)[None]
             rope = {**rope, "position_ids": rows}
-        o = cached_attention(
-            *self._heads(qkv), cache.k, cache.v, cache.lengths, new_lens=seq_lens,
-            window=self.window, scale=self.scale, fold=self.fold, **self._norms(), **rope,
-        )  # fmt: skip
-        cache.advance(qkv.shape[1] if seq_lens is None else seq_lens)
+        new = qkv.shape[1] if seq_lens is None else seq_lens
+        try:
+            o = cached_attention(
+                *self._heads(qkv), cache.k, cache.v, cache.lengths, new_lens=seq_lens,
+                window=self.window, scale=self.scale, fold=self.fold, **self._norms(), **rope,
+            )  # fmt: skip
+        except PositionError as error:  # on a CPU, where nothing was written yet
+            if bool((cache.lengths + new > cache.max_length).any()):
+                raise PositionError(
+                    f"RotaryAttention: the new rows do not fit behind the "
+                    f"{cache.lengths.tolist()} of a cache with max_length={cache.max_length}; make "
+                    "a longer one by new_cache(), or reset() this one"
+                ) from error
+            raise
+        cache.advance(new)
         return o

@@ -112,7 +112,7 @@ def test_a_full_cache_raises_and_stays_as_it_was() -> None:
         cache.lengths[0] = 2
         before = cache.k.clone(), cache.v.clone(), cache.lengths.clone()
         with pytest.raises(
-            rg.PositionError, match=rf"entry 1 is {S - 1}, but the cache .* {S} rows"
+            rg.PositionError, match=rf"not fit behind the .* of a cache with max_length={S}; make"
         ):
             layer(x[:, :2], cache=cache)
         with pytest.raises(
