@@ -55,7 +55,8 @@ def run() -> Run:
             torch.cuda.synchronize()
             for mine, theirs in zip(given.env, there.env, strict=True):
                 storage(mine).copy_(storage(theirs))
-            if hasattr(exe, "flag"):
-                given.flag.copy_(exe.flag)
+            flag = getattr(exe, "flag", None)
+            if flag is not None:
+                given.flag.copy_(flag)
 
     return on_device

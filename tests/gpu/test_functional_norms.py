@@ -195,10 +195,12 @@ def test_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_whole_step_in_a_cuda_graph() -> None:
-    inputs = (*heads(), *weights())
+    inputs, freqs = (*heads(), *weights()), table()
+    q, k, v, w_q, w_k = inputs
 
     def step() -> list[Tensor]:
-        o = normed(*inputs)
+        given: dict[str, Any] = {"q_norm": w_q, "k_norm": w_k, "norm_eps": EPS}
+        o = attention(q, k, v, freqs, is_causal=True, enable_gqa=True, **given)
         return [o.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o))]
 
     side = torch.cuda.Stream()
