@@ -47,10 +47,16 @@ def tensor(given: Any, name: str) -> Tensor | None:
 
 
 def tensors(where: str, **given: Any) -> None:
-    """Raise GraphError unless each of these is a tensor."""
+    """Raise GraphError unless each of these is a tensor with strides."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise GraphError(f"{where}: {name} is {type(x).__name__}, no tensor; use a tensor")
+        if x.layout is not torch.strided or x.is_nested:
+            what = "nested" if x.is_nested else str(x.layout)
+            raise GraphError(
+                f"{where}: {name} is {what}; use a dense tensor, with seq_lens or cu_seqlens for "
+                "sequences of their own lengths"
+            )
 
 
 def flags(where: str, **given: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from ropegraph.dtypes import DType
 from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir import contract, graph, ops, score_mod
+from ropegraph.ir.fits import check_fields, check_values
 from ropegraph.ir.verify import verify
 
 FORMAT = "ropegraph"
@@ -50,6 +51,9 @@ def loads(data: bytes | str) -> graph.Graph:
         raise GraphError("deserialize: the checksum does not match; the data was changed")
     try:
         found = _decode(body)
+        if not isinstance(found, graph.Graph):
+            raise TypeError(f"it is a {type(found).__name__}")
+        check_values(found)
         verify(found, after="deserialize")
     except (
         AttributeError, InternalError, KeyError, RecursionError, TypeError, ValueError,
@@ -100,4 +104,6 @@ def _decode(value: Any) -> Any:
     if "$map" in items:
         return {k: _decode(v) for k, v in items["$map"]}
     cls = _CLASSES[items["$"]]
-    return cls(**{k: _decode(v) for k, v in items.items() if k != "$"})
+    found = cls(**{k: _decode(v) for k, v in items.items() if k != "$"})
+    check_fields(found)
+    return found

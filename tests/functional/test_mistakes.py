@@ -157,6 +157,18 @@ def test_whatever_an_argument_is_the_message_names_it(
             function(**{**CALLS[function], name: junk})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
+def test_tensors_without_strides_are_refused_by_name(function: Callable[..., Any]) -> None:
+    given = CALLS[function]
+    for name in [n for n in given if n in ("x", "q", "k", "v", "qkv", "k_cache")]:
+        x = given[name]
+        jagged = torch.nested.nested_tensor(list(x), layout=torch.jagged)
+        for other in (x.to_sparse(), torch.nested.nested_tensor(list(x)), jagged):
+            with pytest.raises(rg.GraphError, match=rf"{name} is (nested|torch.sparse_coo); use a"):
+                function(**{**given, name: other})
+
+
 @pytest.mark.parametrize("n", [-1, 7])
 def test_a_number_of_new_rows_that_is_none_is_told_before_a_cache_is_written(n: int) -> None:
     before, given = CACHE.clone(), CALLS[cached_attention]

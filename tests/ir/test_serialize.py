@@ -1,5 +1,6 @@
 """A graph as JSON: what comes back is what went in, to the last bit, or a GraphError."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -207,6 +208,53 @@ def changes(thing: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 CHANGES = changes(zoo())
+
+
+def places(part: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a file there is something."""
+    items: list[Any] = []
+    if isinstance(part, (dict, list)):
+        items = list(part.items() if isinstance(part, dict) else enumerate(part))
+    return [at] * bool(at) + [p for name, inner in items for p in places(inner, (*at, name))]
+
+
+def replaced(place: tuple[Any, ...], junk: Any) -> str:
+    """A file with something else in one place of its graph, and a checksum that is right."""
+    part = whole = body()
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = junk
+    return sealed(whole)
+
+
+JUNK = (None, -1, 3.5, True, "x", [], {}, [[]], 10**25, {"$map": []}, {"$set": []})
+JUNK += ({"$dtype": "FLOAT"}, {"$dtype": "F"}, {"$": "Scale", "factor": 1.0}, {"$": "None"})
+
+
+@pytest.mark.parametrize("turn", range(len(JUNK)))
+def test_a_signed_file_with_a_part_of_another_type_is_refused_or_whole(turn: int):
+    """As another version, or another program, might write it. Places take turns."""
+    for place in places(body())[turn :: len(JUNK)]:
+        with contextlib.suppress(GraphError):
+            found = loads(replaced(place, JUNK[turn]))
+            assert str(found)
+            assert loads(dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("place", "junk", "text"),
+    [
+        (("name",), 3, "name of Graph is 3"),
+        (("fold",), "both", "fold of Graph is 'both'"),
+        (("nodes",), [3], r"nodes of Graph is \(3,\)"),
+        (("values", "$map", 0, 1, "stride"), [1], "dim .*, stride"),
+        (("values", "$map", 0, 1, "dtype"), "float", "dtype of Value is 'float'"),
+        (("values", "$map", 0, 0), "other", "is filed as 'other'"),
+    ],
+)
+def test_the_part_that_does_not_fit_is_named(place: tuple[Any, ...], junk: Any, text: str):
+    with pytest.raises(GraphError, match=f"does not fit: .*{text}"):
+        loads(replaced(place, junk))
 
 
 def test_the_key_changes_with_every_detail_of_the_graph():
