@@ -30,7 +30,9 @@ class Clock:
 
     @cached_property
     def _flush(self) -> torch.Tensor:
-        return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        # Launches are timed in inference mode and whole graphs outside: it is written in both.
+        with torch.inference_mode(mode=False):
+            return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
 
     def measure(
         self, work: Callable[[], object], before: Callable[[], object] = lambda: None
