@@ -41,17 +41,18 @@ doctor: $(STAMP)  ## versions, devices, and which engine serves what: for a bug 
 	$(BIN)/python -m ropegraph doctor $(ARGS)
 
 test: $(STAMP)  ## every test that needs no GPU, in two processes of one thread each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest --ignore=tests/gpu -n 2 --dist worksteal $(ARGS)
 	@echo 'tests/gpu was left out: on a CUDA device, `make gpu-test` runs it (PYTHON=... names the python)'
 
 # Under the sanitizers only our kernels are watched, in one test of each kind.
 WATCHED := one_rotation or token_after_token or a_training_step_through_attention or \
 	a_graph_with_attention or every_kind_of_positions or bytes_by_hand
 
-gpu-test:  ## the whole suite on a CUDA device, the kernels under compute-sanitizer as well
-	$(PYTHON) -m pytest $(ARGS)
-	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no \
-		--kernel-regex 'kns=rope_' --kernel-regex 'kns=mla_' --kernel-regex 'kns=norm_' \
+gpu-test:  ## what needs a CUDA device, on every engine, and the kernels under compute-sanitizer
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
+		--report-api-errors no --kernel-regex 'kns=rope_' --kernel-regex 'kns=mla_' --kernel-regex 'kns=norm_' \
 		$(PYTHON) -m pytest tests/gpu -q -k '$(WATCHED)' || exit 1; done
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/

@@ -95,6 +95,16 @@ def test_what_is_kept_for_the_backward() -> None:
         kept.clear()
         rope(q, table())
         assert [tuple(x.shape) for x in kept] == [(S, 1, 1, D)]
+        kept.clear()
+        packed = torch.randn(B, S, H_Q + 2 * H_KV, D, requires_grad=True) + 0
+        o = qkv_attention(packed, table(), split=(H_Q, H_KV, H_KV), fold="off", in_place=True)
+        # The rotated q and k lie in packed itself, beside v: no copy of them.
+        held = {x.untyped_storage().data_ptr() for x in kept}
+        own = {x.untyped_storage().data_ptr() for x in (packed, o)}
+        assert own < held
+        assert sorted(x.numel() for x in kept if x.untyped_storage().data_ptr() not in own) == (
+            sorted([table().numel(), B * H_Q * S])
+        )
 
 
 def _laid_anew(x: Tensor) -> Tensor:
