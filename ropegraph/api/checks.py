@@ -54,7 +54,7 @@ def as_number(given: object, argument: str) -> float:
     -0.0 is read as 0.0: they compare equal, so that whoever keeps plans by their attributes could
     not tell which of them a plan was made for.
     """
-    if is_tensor(given):
+    if is_tensor(given) or hasattr(given, "set_output"):  # of a framework, or of a graph
         raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
     if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
         raise GraphError(f"{argument}={given!r:.60} is not a number")
