@@ -246,7 +246,7 @@ def refused(text: str, method: str = "rmsnorm", **changed: Any) -> None:
         ({"bias": torch.zeros(1, 1, 1, 8)}, "bias=tensor("),
         ({"epsilon": -1e-6}, "epsilon=-1e-06 is negative; use 0 or more"),
         ({"epsilon": torch.tensor(1e-6)}, "epsilon is a tensor; it is fixed at build"),
-        ({"epsilon": rg.pygraph().tensor([1])}, "epsilon is a tensor; it is fixed at build"),
+        ({"epsilon": ropegraph.pygraph().tensor([1])}, "epsilon is a tensor; it is fixed at build"),
         ({"epsilon": float("nan")}, "epsilon=nan is not finite"),
         ({"norm_forward_phase": "training"}, "use norm_forward_phase.TRAINING or INFERENCE"),
         ({"zero_centered": 1}, "zero_centered=1; use True or False"),
