@@ -125,7 +125,7 @@ ROPE: dict[str, tuple[Make, str]] = {
     "scale of an array": (lambda d: d.rope(output_scale=np.ones(3)), "output_scale is a tensor"),
     "scale of a graph tensor": (
         lambda d: d.rope(output_scale=d.t("a", 1, 1, 1, 1)),
-        "output_scale=Tensor('a'",
+        "output_scale is a tensor; it is fixed at build",
     ),
     "infinite scale": (
         lambda d: d.rope(output_scale=float("inf")),
