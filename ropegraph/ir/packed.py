@@ -51,8 +51,15 @@ def parts_of(where: str, attrs: Packed, packed: Sequence[int]) -> dict[str, Dim]
 
 def _four(where: str, split: Sequence[int], packed: Sequence[int]) -> Dim:
     """The dims of qkv with its heads as an axis."""
-    if len(packed) == 3 and sum(split) and packed[2] % sum(split) == 0:
-        return (*packed[:2], sum(split), packed[2] // sum(split))
+    if len(packed) == 3 and sum(split):
+        width, heads = packed[2], sum(split)
+        if heads == width > 1 or width % heads:
+            what = "adds up to all channels" if heads == width else f"adds up to {heads}"
+            raise GraphError(
+                f"{where}: split={list(split)} of qkv {list(packed)} {what}; give numbers of heads, "
+                f"whose sum divides {width}"
+            )
+        return (*packed[:2], heads, width // heads)
     if len(packed) != 4:
         raise GraphError(
             f"{where}: qkv {list(packed)} has {len(packed)} dims; use [b, s, h_q + h_k + h_v, d], "

@@ -98,15 +98,16 @@ def _table(
         )
     if table[3] != width:
         other = parts * (r if attrs.half_width else r // 2)
-        hint = (
-            f"half_width={not attrs.half_width}"
-            if table[3] == other
-            else f"rope_dim={table[3] // parts}"
-        )
+        part = f"rope_dim={table[3] // parts}"
+        if table[3] == other and not attrs.half_width:
+            # Half as wide: a part of each head, or each angle once. Only the caller knows.
+            part += " if it is for a part of each head, half_width=True if it has each angle once"
+        elif table[3] == other:
+            part = "half_width=False"
         raise GraphError(
             f"{where}: {port} {list(table)} is {table[3]} wide, but rope_dim={r} of {d} channels "
             f"with half_width={attrs.half_width} reads {width} columns; "
-            f"use a table {width} wide or {hint}"
+            f"use a table {width} wide or {part}"
         )
     if table[0] < rows:
         raise GraphError(

@@ -308,7 +308,13 @@ def test_a_serialized_graph_is_the_same_graph() -> None:
         ((2, 5, 2, 40), (24, 8, 8), False, r"split=\[24, 8, 8\] of the 2 heads"),
         ((2, 5, 2, 40), (24, 6, 10), None, "one of k and one of v"),
         ((2, 5, 40, 40), (24, 8, 8), None, "by_groups=True or False"),
-        ((2, 5, 81), (6, 2, 2), None, "has 3 dims"),
+        (
+            (2, 5, 81),
+            (6, 2, 2),
+            None,
+            r"adds up to 10; give numbers of heads, whose sum divides 81",
+        ),
+        ((2, 5, 80), (48, 16, 16), None, r"adds up to all channels; give numbers of heads"),
     ],
 )
 def test_what_does_not_fit(dim: Any, split: Any, by_groups: Any, message: str) -> None:
