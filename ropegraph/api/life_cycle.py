@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ropegraph.api import profiling, verification
+from ropegraph.api import profiling, verifying
 from ropegraph.api.checks import refuse_unknown
 from ropegraph.api.freeze import freeze
 from ropegraph.api.handle import Handle, as_handle, create_handle
@@ -218,7 +218,7 @@ class LifeCycle:
         if raw is not None and not isinstance(raw, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GraphError(f"verify: raw is {type(raw).__name__}; use a dict of tensors to rows")
         rows = self._keys.given(raw or {})
-        return verification.verify(runnable, buffers, raw_sides(runnable.plan.graph, rows))
+        return verifying.verify(runnable, buffers, raw_sides(runnable.plan.graph, rows))
 
     def profile(self, variant_pack: Mapping[Any, Any], *, seconds: float = 0.1) -> Profile:
         """Time every launch: device and host time, bytes, FLOPs, and the share of its limit.

@@ -33,8 +33,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 def errors_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding to ``dtype`` may have changed of each element of x, given in fp64."""
-    info = torch.finfo(dtype)
-    return (x.abs() * (info.eps / 2)).clamp_min(info.smallest_normal * info.eps / 2)
+    return x.abs().clamp_min(torch.finfo(dtype).smallest_normal) * rounding(dtype)
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ def suspicions(step: Step, env: Sequence[Any]) -> list[str]:
         attrs = single.attrs
         if isinstance(attrs, (NormRope, NormRopeBackward)):
             attrs = attrs.rope
-        if not isinstance(attrs, Rotation) or attrs.half_width or attrs.angles == "inv_freq":
+        if not isinstance(attrs, Rotation) or attrs.angles == "inv_freq":
             continue
+        if attrs.half_width or attrs.table_layout == "full":
+            continue  # every column is read
         for port in ANGLE_PORTS[attrs.angles]:
             name = single.inputs[port]
             table: Tensor = env[step.slots[name]]
             parts = table.chunk(2, dim=-1) if attrs.angles == "packed" else (table,)
-            if attrs.table_layout != "full" and not all(
-                _fits(attrs.table_layout, p) for p in parts
-            ):
+            if not all(_fits(attrs.table_layout, part) for part in parts):
                 found.append(_sentence(single.name, name, attrs.table_layout, parts))
     return found
 
