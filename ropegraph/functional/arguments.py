@@ -110,11 +110,15 @@ def band(where: str, is_causal: bool, bottom_right: bool, window: Any) -> tuple[
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The operands of attention in the type of autocast, as for torch's own attention."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _has_autocast(x: Tensor) -> bool:
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def norms(where: str, q_norm: Any, k_norm: Any, data: Tensor, freqs: Tensor | None) -> Pair:
@@ -134,8 +138,7 @@ def norms(where: str, q_norm: Any, k_norm: Any, data: Tensor, freqs: Tensor | No
             "normalised Q and K are kept nowhere; detach it, or normalise q and k before the call"
         )
     weights = tensor(q_norm, "q_norm"), tensor(k_norm, "k_norm")
-    kind = data.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _has_autocast(data):
         return weights
     keep = (torch.float32, data.dtype)
     q, k = (x if x is None or x.dtype in keep else x.to(data.dtype) for x in weights)
@@ -198,7 +201,7 @@ def broadcast(given: Any) -> Tensor | None:
     return bias[(None,) * (4 - bias.dim())]
 
 
-# Arguments that say how to rotate, with the values at which they say nothing.
+# What says how to rotate, kind.ROTATION at the end, with the values at which it says nothing.
 _TURNS: dict[str, Any] = {
     "position_ids": None, "start_positions": None, "rope_dim": 0, "rope_offset": None,
     "interleaved": False, "interleaved_output": None, "attention_factor": 1.0, "inverse": False,
@@ -206,10 +209,12 @@ _TURNS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def refuse_turns(where: str, **given: Any) -> None:
-    """Raise GraphError for an argument about a rotation where no angles are given."""
-    for name, value in given.items():
-        default = _TURNS[name]
+def refuse_turns(where: str, *given: Any) -> None:
+    """Raise GraphError for an argument about a rotation where no angles are given.
+
+    given: position_ids, start_positions, and the attributes of a rotation in their order.
+    """
+    for (name, default), value in zip(_TURNS.items(), given, strict=True):
         if value is not default and (default is None or value != default):
             raise GraphError(
                 f"{where}: {name}= is given but no angles, so nothing would be rotated; give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from ropegraph.api.checks import as_number
@@ -12,6 +13,7 @@ from ropegraph.functional import checks, norms
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
     NORMS,
+    POSITIONS,
     ROTATION,
     TABLES,
     Attribute,
@@ -26,7 +28,6 @@ from ropegraph.functional.kind import (
     rotation,
 )
 
-POSITIONS = ("position_ids", "start_positions")
 K_POSITIONS = tuple(f"k_{name}" for name in POSITIONS)
 MASKS = ("seq_len_q", "seq_len_kv", "bias", "sink", "seed")
 SDPA: tuple[Attribute, ...] = (
@@ -75,6 +76,26 @@ def sdpa(
     return {"o": o, **made} if stats is None else {"o": o, "stats": stats, **made}
 
 
+def result_forms(
+    heads: Forms, given: Container[str], *, training: bool, keeps_rotations: bool
+) -> dict[str, Form]:
+    """Forms of the results of attention, and of what the backward will read.
+
+    heads: of q, k and v, [b, h, s, d] each.  given: the slots that hold a tensor.
+    """
+    q, k, v = (heads[name] for name in "qkv")
+    o = fresh(q, (*q.dim[:3], v.dim[3]))
+    if not training:
+        return {"o": o}
+    found = {"o": o, "stats": norms.statistics_form(o)}
+    if has_norms(given):
+        made = map(norms.statistics_form, (q, k))
+        found |= dict(zip(norms.STATISTICS, made, strict=True))
+    if is_prepared(given) and keeps_rotations:
+        found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
+    return found
+
+
 def masks(graph: pygraph, forms: Forms) -> dict[str, Tensor]:
     """The optional inputs of attention."""
     found = declare(graph, forms, *MASKS)
@@ -93,20 +114,11 @@ def settings(attributes: Attributes) -> dict[str, Any]:
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     checks.attention("attention", forms)
     norms.check("attention", forms, attributes, forms["q"])
-    q, k, v = (forms[name] for name in ("q", "k", "v"))
-    o = fresh(q, (*q.dim[:3], v.dim[3]))
-    if not training:
-        return {"o": o}
-    stats = norms.statistics_form(o)
-    if "cu_seqlens" in forms:
-        _, h, t, _ = q.dim
-        stats = stats._replace(stride=(h * t, 1, h, 1))
-    found = {"o": o, "stats": stats}
-    if has_norms(forms):
-        made = map(norms.statistics_form, (q, k))
-        found |= dict(zip(norms.STATISTICS, made, strict=True))
-    if is_prepared(forms) and not attributes["recompute_rope"]:
-        found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
+    keeps_rotations = not attributes["recompute_rope"]
+    found = result_forms(forms, forms, training=training, keeps_rotations=keeps_rotations)
+    if training and "cu_seqlens" in forms:
+        _, h, t, _ = forms["q"].dim
+        found["stats"] = found["stats"]._replace(stride=(h * t, 1, h, 1))
     return found
 
 

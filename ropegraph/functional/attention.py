@@ -110,24 +110,18 @@ def attention(
         raise GraphError(
             f"{where}: q has {q.shape[1]} heads and k {k.shape[1]}; enable_gqa=True allows that"
         )
+    turn = (
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+    )  # fmt: skip
     if freqs is None and cos is None and cos_sin is None and inv_freq is None:
-        refuse_turns(
-            where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
-            rope_offset=rope_offset, interleaved=interleaved,
-            interleaved_output=interleaved_output, attention_factor=attention_factor,
-            inverse=inverse, half_width=half_width, table_layout=table_layout,
-            angle_precision=angle_precision, numerics=numerics,
-        )  # fmt: skip
+        refuse_turns(where, position_ids, start_positions, *turn)
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     q_ids, k_ids, has_ids = pair("attention: position_ids", position_ids)
     q_starts, k_starts, has_starts = pair("attention: start_positions", start_positions)
     q, k, v = autocast((q, k, v))
     weights = norms(where, q_norm, k_norm, q, freqs)
     tables = angles(freqs, cos, sin, cos_sin, inv_freq)
-    turn = (
-        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
-        half_width, table_layout, angle_precision, numerics,
-    )  # fmt: skip
     len_q, len_kv = lengths(where, seq_lens, cu_seqlens)
     if cu_seqlens is None and max_seqlen is not None:
         raise GraphError(

@@ -136,44 +136,41 @@ def _backward(job: Backward) -> Plan:
     results = dict(zip(kind.results, job.results, strict=True))
     for slot, result in kind.turned.items():
         forms[slot] = forms[slot] or results[result]
-    given_forms = {name: form for name, form in forms.items() if form is not None}
-    attributes = _kept_rotations(kind, job.attributes)
-    forward = build(Forward(kind, tuple(forms.values()), attributes)).graph
+    given = {name: form for name, form in forms.items() if form is not None}
+    attributes = kind.named(job.attributes)
+    kept = _kept_rotations(kind, job.attributes)
+    forward = build(Forward(kind, tuple(forms.values()), kept)).graph
     names = [n for n, is_wanted in zip(kind.gradients, job.wanted, strict=True) if is_wanted]
     first = kind.results[0]
     graph = forward.backward_graph([first], names)
-    written: list[Form | None] = []
-    for name in kind.gradients:
-        form = forms[name]
-        written.append(fresh(form) if form is not None and name in names else None)
-    for name in names:
-        grad, form = graph.find_tensor(f"d{name}"), forms[name]
-        if grad.get_ragged_offset() is None and form is not None:
-            own = fresh(form).stride  # a weight [d] is [1, 1, 1, d] in the graph
-            ahead = len(grad.get_dim()) - len(own)
-            grad.set_stride((*(math.prod(form.dim),) * ahead, *own))
-    incoming = graph.find_tensor(f"d{first}")
-    given = results[first]
-    if incoming.get_ragged_offset() is None and given is not None:
-        incoming.set_stride(given.stride)
-    if kind.named(job.attributes).get("deterministic"):
+    made = {name: fresh(given[name]) for name in names}
+    for name, form in made.items():
+        grad = graph.find_tensor(f"d{name}")
+        if grad.get_ragged_offset() is None:
+            # a weight [d] is [1, 1, 1, d] in the graph
+            ahead = len(grad.get_dim()) - len(form.dim)
+            grad.set_stride((*(math.prod(form.dim),) * ahead, *form.stride))
+    incoming, result = graph.find_tensor(f"d{first}"), results[first]
+    if incoming.get_ragged_offset() is None and result is not None:
+        incoming.set_stride(result.stride)
+    if attributes.get("deterministic"):
         make_deterministic(graph)
-    to_turn = _to_turn(job, given_forms, names)
+    to_turn = _to_turn(job, given, names)
     still = unturned(graph, names, to_turn)
     grads = tuple(f"d{name}" for name in kind.gradients)
     plan = Plan(
         graph,
         (f"d{first}", *kind.results, *kind.slots),
         grads,
-        tuple(written),
-        grads if "cu_seqlens" in given_forms else (),
+        tuple(map(made.get, kind.gradients)),
+        grads if "cu_seqlens" in given else (),
     )
     for name, slot in still.items():
-        if not can_turn_in_place(given_forms, kind.named(attributes)):
-            plan.beside.append((name, to_turn[slot]))
-        else:
+        if can_turn_in_place(given, attributes):
             plan.in_place.append((name, f"d{slot}"))
-    if kind.named(job.attributes).get("recompute_rope") and is_prepared(given_forms):
+        else:
+            plan.beside.append((name, to_turn[slot]))
+    if attributes.get("recompute_rope") and is_prepared(given):
         plan.turn = build(Turn(kind, job.forms, job.attributes))
     return plan
 

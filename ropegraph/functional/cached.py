@@ -9,10 +9,11 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.functional import checks, norms
-from ropegraph.functional.attend import POSITIONS, SDPA, masks, sdpa, settings
+from ropegraph.functional.attend import SDPA, masks, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
     NORMS,
+    POSITIONS,
     ROTATION,
     TABLES,
     Attributes,
@@ -74,7 +75,7 @@ def _record(
     given["q_rot"], given["k_rot"] = given["q"], given["k"]
     writes = not has_angles(forms) or has_norms(forms)  # norm and rotation are one launch, then
     if has_angles(forms):
-        own = rotation("cached_attention", attributes, forms["q"].dim[3])
+        own = rotation(_WHERE, attributes, forms["q"].dim[3])
         turn: dict[str, Any] = {**declare(graph, forms, *TABLES), **own}
         turn.update(declare(graph, forms, *POSITIONS) or {"start_positions": at})
         given["q_rot"] = graph.rope(given["q"], name="rope_q", **turn)
@@ -89,7 +90,7 @@ def _record(
 
 CACHED_ATTENTION = register(
     Kind(
-        name="cached_attention",
+        name=_WHERE,
         data=("q", "k", "v", "k_cache", "v_cache", "lengths", "seq_len_q", "seq_len_kv"),
         optional=(*NORMS, *TABLES, *POSITIONS, "sink"),
         attributes=(*ROTATION, *SDPA, norms.NORM_EPS),
@@ -98,7 +99,6 @@ CACHED_ATTENTION = register(
         turned={},
         forms=_forms,
         record=_record,
-        turn=None,
         settings=settings,
         changes=("k_cache", "v_cache"),
     )

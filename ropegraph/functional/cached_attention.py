@@ -81,14 +81,12 @@ def cached_attention(
     """
     where = "cached_attention"
     tensors(where, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
+    turn = (
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+    )  # fmt: skip
     if freqs is None and cos is None and cos_sin is None and inv_freq is None:
-        refuse_turns(
-            where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
-            rope_offset=rope_offset, interleaved=interleaved,
-            interleaved_output=interleaved_output, attention_factor=attention_factor,
-            inverse=inverse, half_width=half_width, table_layout=table_layout,
-            angle_precision=angle_precision, numerics=numerics,
-        )  # fmt: skip
+        refuse_turns(where, position_ids, start_positions, *turn)
     left, right, bottom_right = band(where, is_causal=False, bottom_right=True, window=window)
     q, k, v = autocast((q, k, v))
     if lengths.dtype is not torch.int32:
@@ -111,9 +109,7 @@ def cached_attention(
         sinks(sink),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
-        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
-        half_width, table_layout, angle_precision, numerics,
-        scale, left, right, bottom_right, False, softcap, 0.0, fold, fold_log2,
+        *turn, scale, left, right, bottom_right, False, softcap, 0.0, fold, fold_log2,
         torch.are_deterministic_algorithms_enabled(), norm_eps,
     )  # fmt: skip
     return call(CACHED_ATTENTION, slots, attributes)

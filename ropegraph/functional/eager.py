@@ -15,7 +15,7 @@ from ropegraph.api.plans import LIMIT
 from ropegraph.api.tensor import settled_strides
 from ropegraph.errors import GraphError
 from ropegraph.functional.building import Backward, Forward, build
-from ropegraph.functional.gradient import kept
+from ropegraph.functional.gradient import read_by_backward
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind, has_angles
 from ropegraph.functional.library import OPERATORS
@@ -57,7 +57,6 @@ class Call:
     ) -> None:
         self.kind, self.attributes = kind, attributes
         self.forms = settled(slots)
-        self._named = {n for n, x in zip(kind.slots, slots, strict=True) if x is not None}
         self.training, self.wanted = wanted is not None, wanted or ()
         self.plan = build(Forward(kind, self.forms, attributes, self.training))
         self.present = [i for i, x in enumerate(slots) if x is not None]
@@ -65,7 +64,7 @@ class Call:
         self._needed = [(at[i], name) for i, name in self.plan.needed]
         if wanted is not None:
             written = self.plan.written
-            keep = kept(kind, self.forms, written, wanted)
+            keep = read_by_backward(kind, self.forms, written, wanted)
             count = len(written)
             self._keeps_results = [i for i in range(count) if keep[i] is not None]
             keeps_slots = [i for i in range(len(slots)) if keep[count + i] is not None]
@@ -73,7 +72,8 @@ class Call:
             places = (*self._keeps_results, *(count + i for i in keeps_slots))
             self._saved = {place: i for i, place in enumerate(places)}
             self._full = count + len(slots)
-        self.in_place = kind.in_place and bool(attributes[-1]) and has_angles(self._named)
+        named = {n for n, x in zip(kind.slots, slots, strict=True) if x is not None}
+        self.in_place = kind.in_place and bool(attributes[-1]) and has_angles(named)
         self._backward: Plan | None = None
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor | None]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TypeVar
 
 from ropegraph.functional.kind import NORMS, Kind
-from ropegraph.functional.plans import Slots
 
 T = TypeVar("T")
 
 
-def kept(
+def read_by_backward(
     kind: Kind,
     slots: Sequence[T | None],
     results: Sequence[T | None],
@@ -33,11 +30,3 @@ def kept(
         if is_turned and not reads_it:
             found[kind.slots.index(slot)] = None
     return (*results, *found) if kind.reads_result else (None, *results[1:], *found)
-
-
-def place(kind: Kind, made: Slots, after: int) -> tuple[Any, ...]:
-    """Gradients in the places of their slots, before that many arguments without one."""
-    found: list[Tensor | None] = [None] * (len(kind.slots) + after)
-    for index, grad in zip(kind.gradient_slots, made, strict=True):
-        found[index] = grad
-    return tuple(found)

@@ -20,6 +20,7 @@ Attributes = Mapping[str, Any]
 Attribute = tuple[str, str]
 
 TABLES = ("freqs", "cos", "sin", "cos_sin", "inv_freq")
+POSITIONS = ("position_ids", "start_positions")
 NORMS = ("q_norm", "k_norm")
 ROTATION: tuple[Attribute, ...] = (
     ("rope_dim", "int"),
@@ -33,6 +34,8 @@ ROTATION: tuple[Attribute, ...] = (
     ("angle_precision", "str"),
     ("numerics", "str"),
 )
+Record = Callable[[pygraph, Forms, Attributes, Forms], dict[str, Tensor]]
+Turn = Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]]
 
 
 class Shapes(Protocol):
@@ -70,10 +73,9 @@ class Kind:
     gradients: tuple[str, ...]
     turned: Mapping[str, str]
     forms: Shapes
-    record: Callable[[pygraph, Forms, Attributes, Forms], dict[str, Tensor]]
-    turn: Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]] | None
-
-    settings: Callable[[Attributes], dict[str, Any]]
+    record: Record
+    turn: Turn | None = None
+    settings: Callable[[Attributes], dict[str, Any]] = lambda _: {}
     linear: bool = False
     reads_result: bool = True
     in_place: bool = False

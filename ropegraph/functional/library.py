@@ -7,7 +7,6 @@ none, an empty tensor of one axis stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ropegraph.api.plans import Form, form_of
 from ropegraph.errors import GraphError
 from ropegraph.functional import plans
-from ropegraph.functional.gradient import kept, place
+from ropegraph.functional.gradient import read_by_backward
 from ropegraph.functional.kind import Kind, fresh
 from ropegraph.functional.plans import Slots
 
@@ -126,19 +125,21 @@ class Operator:
                 "forward-mode derivative either"
             )
         outputs = (output,) if isinstance(output, Tensor) else output
-        results = results_of(outputs)
+        # A tensor of one axis only stands in for a result.
+        results = tuple(None if x.dim() == 1 else x for x in outputs)
         wanted = tuple(ctx.needs_input_grad[i] for i in kind.gradient_slots)
         ctx.attributes, ctx.wanted = attributes, wanted
-        ctx.save_for_backward(*kept(kind, slots, results, wanted))
+        ctx.save_for_backward(*read_by_backward(kind, slots, results, wanted))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
-        grad, kind = grads[0], self.kind
-        if grad is None:
-            return place(kind, (None,) * len(kind.gradients), self._attributes + 1)
-        made = self.gradients(grad, ctx.saved_tensors, ctx.attributes, ctx.wanted)
-        return place(kind, made, self._attributes + 1)
+        found: list[Tensor | None] = [None] * (self._count + self._attributes + 1)
+        if grads[0] is not None:
+            made = self.gradients(grads[0], ctx.saved_tensors, ctx.attributes, ctx.wanted)
+            for index, grad in zip(self.kind.gradient_slots, made, strict=True):
+                found[index] = grad
+        return tuple(found)
 
     def gradients(
         self, grad: Tensor, saved: Slots, attributes: tuple[Any, ...], wanted: tuple[bool, ...]
@@ -180,11 +181,6 @@ OPERATORS: dict[str, Operator] = {}
 def _hashable(attribute: Any) -> Any:
     """An attribute as a key can hold it: torch hands on a list where a tuple was given."""
     return tuple(cast("list[Any]", attribute)) if isinstance(attribute, list) else attribute
-
-
-def results_of(outputs: Sequence[Tensor]) -> Slots:
-    """The results of an operator, None for what only stands in for one."""
-    return tuple(None if x.dim() == 1 else x for x in outputs)
 
 
 def _empty(form: Form | None, like: Tensor | None) -> Tensor | None:

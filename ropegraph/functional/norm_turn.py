@@ -12,6 +12,7 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.functional import checks, norms
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
+    POSITIONS,
     ROTATION,
     TABLES,
     Attributes,
@@ -23,13 +24,13 @@ from ropegraph.functional.kind import (
     rotation,
 )
 
-_POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
+_POSITIONS = (*POSITIONS, "cu_seqlens")
 
 
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     checks.data("attention", forms, "x")
     x = forms["x"]
-    norms.as_epsilon("attention", attributes)
+    norms.as_epsilon("attention", attributes["norm_eps"])
     norms.check_weight("attention", attributes["part"], forms["weight"], x)
     found = {"y": fresh(x)}
     return found | {"inv": norms.statistics_form(x)} if training else found
@@ -61,8 +62,6 @@ NORM_ROPE = register(
         turned={},
         forms=_forms,
         record=_record,
-        turn=None,
-        settings=lambda _: {},
         reads_result=False,
     )
 )

@@ -19,7 +19,7 @@ STATISTICS = ("q_inv", "k_inv")
 
 def check(where: str, forms: Forms, attributes: Attributes, data: Form) -> None:
     """Raise GraphError unless norm_eps is one, and the weights fit ``data`` if there are any."""
-    epsilon = as_epsilon(where, attributes)
+    epsilon = as_epsilon(where, attributes["norm_eps"])
     if not has_norms(forms) and epsilon != EPSILON:
         raise GraphError(
             f"{where}: norm_eps={epsilon:g} speaks of q_norm and k_norm, which are not given"
@@ -29,9 +29,9 @@ def check(where: str, forms: Forms, attributes: Attributes, data: Form) -> None:
             check_weight(where, name, forms[name], data)
 
 
-def as_epsilon(where: str, attributes: Attributes) -> float:
-    """norm_eps.  Raises GraphError unless it is a number of 0 or more."""
-    epsilon = as_number(attributes["norm_eps"], f"{where}: norm_eps")
+def as_epsilon(where: str, norm_eps: object) -> float:
+    """norm_eps as a float.  Raises GraphError unless it is a number of 0 or more."""
+    epsilon = as_number(norm_eps, f"{where}: norm_eps")
     if epsilon < 0:
         raise GraphError(f"{where}: norm_eps={epsilon:g} is negative; use 0 or more")
     return epsilon

@@ -11,10 +11,11 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.functional import norms
-from ropegraph.functional.attend import MASKS, POSITIONS, SDPA, masks, sdpa, settings
+from ropegraph.functional.attend import MASKS, SDPA, masks, result_forms, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
     NORMS,
+    POSITIONS,
     ROTATION,
     TABLES,
     Attributes,
@@ -24,7 +25,6 @@ from ropegraph.functional.kind import (
     fresh,
     has_angles,
     has_norms,
-    is_prepared,
     rotation,
 )
 from ropegraph.ir.ops import SplitQkv
@@ -66,18 +66,9 @@ def read_split(where: str, given: Iterable[int], by_groups: bool | None, dim: An
 
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:
     parts = heads(forms["qkv"], attributes)
-    q, k, v = (parts[part] for part in PARTS)
-    norms.check("qkv_attention", forms, attributes, q)
-    o = fresh(q, (*q.dim[:3], v.dim[3]))
-    if not training:
-        return {"o": o}
-    found = {"o": o, "stats": norms.statistics_form(o)}
-    if has_norms(forms):
-        made = map(norms.statistics_form, (q, k))
-        found |= dict(zip(norms.STATISTICS, made, strict=True))
-    if is_prepared(forms) and not (attributes["recompute_rope"] or attributes["in_place"]):
-        found |= {"q_rot": fresh(q), "k_rot": fresh(k)}
-    return found
+    norms.check("qkv_attention", forms, attributes, parts["q"])
+    keeps_rotations = not (attributes["recompute_rope"] or attributes["in_place"])
+    return result_forms(parts, forms, training=training, keeps_rotations=keeps_rotations)
 
 
 def _record(

@@ -96,14 +96,12 @@ def qkv_attention(
             "read; leave in_place out"
         )
     has_angles = not (freqs is None and cos is None and cos_sin is None and inv_freq is None)
+    turn = (
+        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
+        half_width, table_layout, angle_precision, numerics,
+    )  # fmt: skip
     if not has_angles:
-        refuse_turns(
-            where, position_ids=position_ids, start_positions=start_positions, rope_dim=rope_dim,
-            rope_offset=rope_offset, interleaved=interleaved,
-            interleaved_output=interleaved_output, attention_factor=attention_factor,
-            inverse=inverse, half_width=half_width, table_layout=table_layout,
-            angle_precision=angle_precision, numerics=numerics,
-        )  # fmt: skip
+        refuse_turns(where, position_ids, start_positions, *turn)
     left, right, bottom_right = band(where, is_causal, causal_bottom_right, window)
     (qkv,) = autocast((qkv,))
     split, by_groups = read_split(where, split, by_groups, qkv.shape)
@@ -128,11 +126,8 @@ def qkv_attention(
         len_q, len_kv, broadcast(bias), sinks(sink), seed(dropout_p, qkv.device),
     )  # fmt: skip
     attributes: tuple[Any, ...] = (
-        split, by_groups,
-        rope_dim, rope_offset, interleaved, interleaved_output, attention_factor, inverse,
-        half_width, table_layout, angle_precision, numerics,
-        scale, left, right, bottom_right, alibi, softcap, dropout_p, fold, fold_log2,
-        torch.are_deterministic_algorithms_enabled(), norm_eps,
+        split, by_groups, *turn, scale, left, right, bottom_right, alibi, softcap, dropout_p,
+        fold, fold_log2, torch.are_deterministic_algorithms_enabled(), norm_eps,
         recompute_rope, in_place,
     )  # fmt: skip
     return call(QKV_ATTENTION, slots, attributes)

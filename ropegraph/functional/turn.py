@@ -13,6 +13,7 @@ from ropegraph.functional.arguments import angles, tensor, tensors
 from ropegraph.functional.checks import data
 from ropegraph.functional.dispatch import call, register
 from ropegraph.functional.kind import (
+    POSITIONS,
     ROTATION,
     TABLES,
     Attributes,
@@ -23,7 +24,7 @@ from ropegraph.functional.kind import (
     rotation,
 )
 
-_POSITIONS = ("position_ids", "start_positions", "cu_seqlens")
+_POSITIONS = (*POSITIONS, "cu_seqlens")
 
 
 def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str, Form]:  # noqa: ARG001 - as others
@@ -54,8 +55,6 @@ ROPE = register(
         turned={"x": "y"},
         forms=_forms,
         record=_record,
-        turn=None,
-        settings=lambda _: {},
         linear=True,
         reads_result=False,
     )

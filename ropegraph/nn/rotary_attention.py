@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropegraph.api.checks import as_count, as_flag, as_number
+from ropegraph.api.checks import as_count, as_number
 from ropegraph.errors import GraphError, PositionError
 from ropegraph.functional import attention, cached_attention, qkv_attention
+from ropegraph.functional.arguments import flags
+from ropegraph.functional.norms import as_epsilon
 from ropegraph.nn.kv_cache import KVCache
 from ropegraph.nn.rotary_angles import RotaryAngles
 
@@ -59,11 +61,10 @@ class RotaryAttention(nn.Module):
         where = "RotaryAttention"
         self.embed_dim = as_count(embed_dim, f"{where}: embed_dim", 1)
         self.num_heads = as_count(num_heads, f"{where}: num_heads", 1)
-        for name, flag in (
-            ("bias", bias), ("out_bias", out_bias), ("qk_norm", qk_norm), ("is_causal", is_causal),
-            ("recompute_rope", recompute_rope),
-        ):  # fmt: skip
-            as_flag(flag, f"{where}: {name}")
+        flags(
+            where, bias=bias, out_bias=out_bias, qk_norm=qk_norm, is_causal=is_causal,
+            recompute_rope=recompute_rope,
+        )  # fmt: skip
         groups = num_heads if num_kv_heads is None else num_kv_heads
         self.num_kv_heads = as_count(groups, f"{where}: num_kv_heads", 1)
         if num_heads % groups:
@@ -98,9 +99,7 @@ class RotaryAttention(nn.Module):
             self.num_heads * self.head_dim, embed_dim, bias=bias if out_bias is None else out_bias,
             **of_factory,
         )  # fmt: skip
-        self.norm_eps = as_number(norm_eps, f"{where}: norm_eps")
-        if self.norm_eps < 0:
-            raise GraphError(f"{where}: norm_eps={norm_eps:g} is negative; use 0 or more")
+        self.norm_eps = as_epsilon(where, norm_eps)
         self.q_norm = self.k_norm = None
         if qk_norm:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps, **of_factory)
