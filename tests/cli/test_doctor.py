@@ -71,7 +71,7 @@ def broken(*_: Any, **__: Any) -> Any:
         "torch.cuda.is_available",
         "ropegraph.cli.doctor.facts._libraries",
         "ropegraph.cli.doctor.facts.find_spec",
-        "ropegraph.cli.doctor.facts._processor",
+        "ropegraph.cli.doctor.facts.processor",
         "subprocess.run",
         "platform.platform",
     ],

@@ -19,7 +19,8 @@ import torch
 import ropegraph as rg
 from ropegraph.cli.bench import cpu, gpu
 from ropegraph.cli.bench.row import notes, table
-from ropegraph.cli.refusal import Refusal
+from ropegraph.cli.device import chosen
+from ropegraph.cli.doctor.facts import processor
 
 
 def add_to(commands: Any) -> None:
@@ -48,9 +49,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("bench: torch sees no CUDA device; use --device cpu")
+    device = chosen(options.device, "bench")
     print("measuring, for about two minutes ...", file=sys.stderr, flush=True)
     measured = gpu.rows() if device == "cuda" else cpu.rows()
     facts = _facts(device)
@@ -83,7 +82,7 @@ def _facts(device: str) -> dict[str, str]:
         cwd=Path(__file__).parent,
     )
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "date": date.today().isoformat(),
         "commit": commit.stdout.strip() or "unknown",
         "ropegraph": rg.__version__,
@@ -107,12 +106,3 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

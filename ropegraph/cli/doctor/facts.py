@@ -79,7 +79,7 @@ def _version(name: str) -> str | None:
 
 def _device() -> dict[str, Any]:
     found: dict[str, Any] = {
-        "cpu": asked(_processor),
+        "cpu": asked(processor),
         "threads": torch.get_num_threads(),
         "torch built for CUDA": torch.version.cuda or "no",
         "CUDA devices": asked(torch.cuda.device_count),
@@ -95,13 +95,14 @@ def _gpu(index: int) -> str:
     return f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.1f} GiB"
 
 
-def _processor() -> str:
-    cpu = Path("/proc/cpuinfo")
-    if cpu.exists():
-        for line in cpu.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def processor() -> str:
+    """The name of the CPU, as far as the machine tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _cudnn() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 import ropegraph as rg
 from ropegraph.cli.demo.screen import table
-from ropegraph.cli.refusal import Refusal
+from ropegraph.cli.device import chosen
 from ropegraph.cli.verify.rows import Row, measure
 
 NOTES = """\
@@ -39,10 +39,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 0 if every row holds."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("verify: torch sees no CUDA device; use --device cpu")
+    """Measure and print; 0 if every row holds.  Raises Refusal."""
+    device = chosen(options.device, "verify")
     rows: list[Row] = []
     for row in measure(torch.device(device)):
         rows.append(row)
