@@ -11,10 +11,10 @@ from ropegraph.api.backward import derive
 from ropegraph.api.cache_ops import CacheOps
 from ropegraph.api.checks import as_choice, as_flag, as_name, refuse_unknown
 from ropegraph.api.handle import Handle, as_handle
-from ropegraph.api.life_cycle import LifeCycle
 from ropegraph.api.matmul_ops import MatmulOps
 from ropegraph.api.mla_ops import MlaOps
 from ropegraph.api.norm_ops import NormOps
+from ropegraph.api.proof import Proof
 from ropegraph.api.qkv_ops import QkvOps
 from ropegraph.api.recording import Recorder
 from ropegraph.api.sdpa_ops import SdpaOps
@@ -43,7 +43,7 @@ FOLDS: tuple[Fold, ...] = ("auto", "off", "q", "symmetric")
 
 
 class pygraph(  # noqa: N801 - FE's name
-    QkvOps, CacheOps, SdpaOps, MlaOps, MatmulOps, NormOps, LifeCycle
+    QkvOps, CacheOps, SdpaOps, MlaOps, MatmulOps, NormOps, Proof
 ):
     """A graph of rope and sdpa operations.
 
