@@ -18,7 +18,7 @@ from torch import Tensor
 from ropegraph.api.raw_rows import Raw
 from ropegraph.api.scale_fit import ARITHMETIC, Fit, fit_norms, fit_product, rounding
 from ropegraph.engines.reference.buffers import gather
-from ropegraph.engines.reference.sdpa import LN2, attention, read_inputs
+from ropegraph.engines.reference.sdpa import attention, natural_scale, read_inputs
 from ropegraph.ir.ops import Attention
 from ropegraph.lowering.engine import Step
 
@@ -105,7 +105,7 @@ def _product(step: Step, attrs: Attention, port: str, env: Sequence[Any]) -> Sca
     coarse, bound = max(dtypes, key=rounding), cast(Tensor, env[step.slot(port)])
     precise = bound.dtype
     stats = gather(step, port, env, given.len_q).double()
-    expected = given.attn_scale * (LN2 if attrs.softmax_input_is_log2 else 1.0)
+    expected = natural_scale(attrs, given)
     about = _about(step, expected)
     # The width of v is nothing to the log-sum-exp.
     tensors = {**given.tensors, "v": given.tensors["v"][..., :0]}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ropegraph.engines.reference.buffers import gather
-from ropegraph.engines.reference.sdpa import LN2, attention, read_inputs
+from ropegraph.engines.reference.sdpa import attention, natural_scale, read_inputs
 from ropegraph.ir.ops import Attention, Sdpa
 from ropegraph.lowering.engine import Step
 
@@ -44,7 +44,7 @@ def noise(step: Step, env: Sequence[Tensor]) -> dict[str, float]:
     # The weights are what attention gives with a unit matrix for V.
     unit = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], k.shape[2])
     weights, _ = attention(attrs, replace(given, tensors={**given.tensors, "v": unit}))
-    factor = given.attn_scale * (LN2 if attrs.softmax_input_is_log2 else 1.0)
+    factor = natural_scale(attrs, given)
     data = env[step.slot("q")].dtype
     of_logits = torch.finfo(torch.float64 if data is torch.float64 else torch.float32).eps
     sizes = abs(factor) * (q.square() @ keys.square().transpose(2, 3)).sqrt()

@@ -28,18 +28,13 @@ def by_hand(dtype: torch.dtype, packed: bool) -> dict[str, Tensor]:
     o, _ = g.sdpa(*turned, D**-0.5, use_causal_mask=True, name="attn")
     o.set_output(True).set_name("o").set_stride(q.stride())
     back = g.backward_graph(["o"], names)
-    for graph in (g, back):
-        graph.build()
-        made = graph.lowered.recorded
-        if graph is back:
-            pack["do"] = torch.linspace(-1, 1, pack["o"].numel()).to(dtype).view(B, S, H_Q, D)
-            pack["do"] = pack["do"].transpose(1, 2)
-        for name in made.outputs:
-            value = made.values[name]
-            kind = getattr(torch, value.dtype.torch_name)
-            pack[name] = torch.empty_strided(value.dim, value.stride, dtype=kind)
-        graph.execute({n: pack[n] for n in (*made.inputs, *made.outputs)})
-    return {n: pack[n] for n in ("o", "do", *(f"d{n}" for n in names))}
+    g.build()
+    pack |= g.allocate()
+    g.execute(pack)
+    do = torch.linspace(-1, 1, q.numel()).to(dtype).view(B, S, H_Q, D).transpose(1, 2)
+    grads = back.allocate()
+    back.execute({**{n: pack[n] for n in back.saved}, "do": do, **grads})
+    return {"o": pack["o"], "do": do, **grads}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

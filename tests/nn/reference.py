@@ -23,10 +23,9 @@ def attended(
     weights = {name: oracle.leaf(p) for name, p in module.named_parameters()}
     leaf = oracle.leaf(x)
     b, s, _ = x.shape
-    d, groups = module.head_dim, module.num_kv_heads
+    d = module.head_dim
     packed = leaf @ weights["qkv_proj.weight"].T + weights.get("qkv_proj.bias", 0.0)
-    parts = packed.view(b, s, -1, d).transpose(1, 2).split(list(module.split), dim=1)
-    q, k, v = parts
+    q, k, v = packed.view(b, s, -1, d).transpose(1, 2).split(list(module.split), dim=1)
     if module.q_norm is not None:
         q = _norm(q, weights["q_norm.weight"], module.q_norm.eps)
         k = _norm(k, weights["k_norm.weight"], module.q_norm.eps)
@@ -40,7 +39,6 @@ def attended(
     scale = d**-0.5 if module.scale is None else module.scale
     o = oracle.attention(q, k, v, attn_scale=scale, keep=keep)[0]
     rows = o.transpose(1, 2).reshape(b, s, -1)
-    assert q.shape[1] % groups == 0
     return rows @ weights["o_proj.weight"].T + weights.get("o_proj.bias", 0.0), weights, leaf
 
 

@@ -80,8 +80,7 @@ class Case:
         forward.build()
         backward.build()
         pack: dict[str, Any] = {"q": self.q, "k": self.k, "v": self.v, "freqs": self.freqs}
-        graph = forward.lowered.recorded
-        pack |= {name: torch.empty(graph.values[name].dim) for name in graph.outputs}
+        pack |= forward.allocate()
         grads = {f"d{name}": torch.empty_like(self.q) for name in "qkv"}
         back = {**{name: pack[name] for name in backward.saved}, "do": self.do, **grads}
 

@@ -82,6 +82,11 @@ class RunSdpaBackward:
                 scatter(self.step, port, env, grad, lengths.get(port))
 
 
+def natural_scale(attrs: Attention, given: Inputs) -> float:
+    """What q.k is multiplied by to be a natural logit."""
+    return given.attn_scale * (LN2 if attrs.softmax_input_is_log2 else 1.0)
+
+
 def attention(attrs: Attention, given: Inputs) -> tuple[Tensor, Tensor]:
     """O [b, h_q, s_q, d_v] and the natural log-sum-exp Stats [b, h_q, s_q, 1]."""
     t = given.tensors
@@ -94,7 +99,7 @@ def attention(attrs: Attention, given: Inputs) -> tuple[Tensor, Tensor]:
         keep = keep & (bias != -inf)
     keep = keep.expand(b, h_q, s_q, s_kv)
 
-    logits = given.attn_scale * (LN2 if attrs.softmax_input_is_log2 else 1.0) * dot(q, k, keep)
+    logits = natural_scale(attrs, given) * dot(q, k, keep)
     if attrs.score_mod is not None:
         logits = evaluate(attrs.score_mod, logits, t)
     if bias is not None:
