@@ -32,7 +32,7 @@ def rows(angles: Callable[[int], Tensor]) -> list[Row]:
             }
             us = _host_us(step)
             work = f"training step by autograd, {name}, b{b} s{s}"
-            found.append(Row(work, us, us, target, "us", beside))
+            found.append(Row.of_time(work, us, target, beside))
     return found + _long(2, 8192, angles)
 
 
@@ -45,7 +45,7 @@ def _long(b: int, s: int, angles: Callable[[int], Tensor]) -> list[Row]:
     beside = {name: times[name] for name in others}
     size = f"b{b} s{s}"
     found = [
-        Row(f"training step by autograd, {n}, {size}", times[n], times[n], 7550.0, "us", beside)
+        Row.of_time(f"training step by autograd, {n}, {size}", times[n], 7550.0, beside)
         for n in ours
     ]
     found += (

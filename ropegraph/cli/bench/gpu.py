@@ -15,6 +15,7 @@ from ropegraph.cli.bench.timing import device_in_turn, device_us, host_us
 from ropegraph.execution.replay import KEPT
 
 H_Q, H_KV, D = 32, 8, 128
+SPLIT = (H_Q, H_KV, H_KV)
 BF16 = torch.bfloat16
 Buffers = dict[str, Any]
 
@@ -26,22 +27,24 @@ def angles(s: int) -> Tensor:
     return torch.outer(rows, inv_freq).repeat(1, 2)[:, None, None, :].contiguous()
 
 
-def inputs(b: int, s: int, packed: bool) -> Buffers:
-    """q, k and v as [b, h, s, d] views: of one projection's output, or each on its own."""
-    heads = {"q": H_Q, "k": H_KV, "v": H_KV}
-    if packed:
-        return packed_views(b, s)
+def tables(s: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the same angles as peers take them, [s, D] bf16."""
+    table = angles(s)[:, 0, 0]
+    return table.cos().to(BF16), table.sin().to(BF16)
+
+
+def separate_heads(b: int, s: int) -> Buffers:
+    """q, k and v as [b, h, s, d] views, each of a tensor [b, s, h, d] of its own."""
     return {
         n: torch.randn(b, s, h, D, device="cuda", dtype=BF16).transpose(1, 2)
-        for n, h in heads.items()
+        for n, h in zip("qkv", SPLIT, strict=True)
     }
 
 
 def packed_views(b: int, s: int) -> Buffers:
-    """q, k and v as views of one tensor [b, s, h_q + 2 h_kv, d]."""
-    qkv = torch.randn(b, s, H_Q + 2 * H_KV, D, device="cuda", dtype=BF16).transpose(1, 2)
-    bounds = (0, H_Q, H_Q + H_KV, H_Q + 2 * H_KV)
-    return {n: qkv[:, bounds[i] : bounds[i + 1]] for i, n in enumerate("qkv")}
+    """The same as views of one tensor [b, s, h_q + 2 h_kv, d]."""
+    qkv = torch.randn(b, s, sum(SPLIT), D, device="cuda", dtype=BF16).transpose(1, 2)
+    return dict(zip("qkv", qkv.split(SPLIT, dim=1), strict=True))
 
 
 def rotation(op: str, x: Buffers, s: int) -> Callable[[], object]:
@@ -117,23 +120,23 @@ def rows() -> list[Row]:
 
 
 def _rotations(b: int, s: int, target: float) -> list[Row]:
-    x = inputs(b, s, packed=False)
+    x = separate_heads(b, s)
     _check(x, s)
     both = torch.randn(b * s * (H_Q + H_KV) * D, device="cuda", dtype=BF16)
     target_buffer = torch.empty_like(both)
     others = {"copy": device_us(lambda: target_buffer.copy_(both))}
-    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    cos, sin = tables(s)
     for name, turn in peers.rotations().items():
         others[name] = device_us(lambda turn=turn: turn(x["q"], x["k"], cos, sin))
     us = device_us(rotation("rope", x, s))
-    found = [Row(f"rope Q+K, b{b} s{s}", us, us, target, "us", others)]
+    found = [Row.of_time(f"rope Q+K, b{b} s{s}", us, target, others)]
     us = device_us(rotation("rope_backward", x, s))
-    found.append(Row(f"rope_backward Q+K, b{b} s{s}", us, us, target, "us"))
+    found.append(Row.of_time(f"rope_backward Q+K, b{b} s{s}", us, target))
     if (b, s) == (2, 8192):
-        x = inputs(b, s, packed=True)
+        x = packed_views(b, s)
         x |= {"q_rot": x["q"], "k_rot": x["k"]}
         us = device_us(rotation("rope", x, s))
-        found.append(Row(f"rope Q+K in place in packed QKV, b{b} s{s}", us, us, 91, "us"))
+        found.append(Row.of_time(f"rope Q+K in place in packed QKV, b{b} s{s}", us, 91))
     return found
 
 
@@ -154,9 +157,9 @@ def _check(x: Buffers, s: int) -> None:
 
 def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Row]:
     size = f"b{b} s{s}"
-    x = inputs(b, s, packed=False)
+    x = separate_heads(b, s)
     alone = _sdpa_alone(x, s)
-    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    cos, sin = tables(s)
     others = {"SDPA alone": device_us(alone)}
     for name, turn in peers.rotations().items():
         others[f"{name} + F.sdpa"] = device_us(
@@ -167,16 +170,16 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
     if native is not None:
         others["cuDNN native"] = device_us(native)
     us = device_us(lambda: ours.forward.execute(ours.pack))
-    found = [Row(f"rope + SDPA forward, {size}", us, us, separate, "us", others)]
+    found = [Row.of_time(f"rope + SDPA forward, {size}", us, separate, others)]
     if packed is not None:
-        x = inputs(b, s, packed=True)
+        x = packed_views(b, s)
         ours = Attention(x, s)
         us = device_us(lambda: ours.forward.execute(ours.pack))
-        found.append(Row(f"rope + SDPA forward from packed QKV, {size}", us, us, packed, "us"))
+        found.append(Row.of_time(f"rope + SDPA forward from packed QKV, {size}", us, packed))
         ours = Attention(x, s, in_place=True)
         us = device_us(lambda: ours.forward.execute(ours.pack))
         work = f"rope in place + SDPA forward in packed QKV, {size}"
-        found.append(Row(work, us, us, packed, "us"))
+        found.append(Row.of_time(work, us, packed))
         found += _steps(x, s, size)
     return found
 
@@ -200,7 +203,7 @@ def _steps(x: Buffers, s: int, size: str) -> list[Row]:
     times = device_in_turn(works)
     ours = {name: times.pop(name) for name in ("packed", "packed, in place")}
     work = "forward + backward graph"
-    return [Row(f"{work}, {n}, {size}", us, us, 7560.0, "us", times) for n, us in ours.items()]
+    return [Row.of_time(f"{work}, {n}, {size}", us, 7560.0, times) for n, us in ours.items()]
 
 
 def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:
@@ -215,7 +218,7 @@ def _sdpa_alone(x: Buffers, s: int) -> Callable[[], object]:
 
 def _host() -> list[Row]:
     """Host time of one execute of the forward graph: launches hidden, queue idle."""
-    ours = Attention(inputs(1, 256, packed=False), 256)
+    ours = Attention(separate_heads(1, 256), 256)
     x = ours.pack
     # More than captures are kept of: none of them is a replay.
     outputs = [torch.empty_like(x["o"]) for _ in range(KEPT + 20)]
@@ -228,21 +231,21 @@ def _host() -> list[Row]:
     plain = host_us(lambda _: peers.attention(x["q"], x["k"], x["v"]))
     work = "host time of execute, b1 s256"
     return [
-        Row(f"{work}, the same buffers", same, same, 8.0, "us", {"F.sdpa alone": plain}),
-        Row(f"{work}, new buffers", new, new, 22.0, "us"),
+        Row.of_time(f"{work}, the same buffers", same, 8.0, {"F.sdpa alone": plain}),
+        Row.of_time(f"{work}, new buffers", new, 22.0),
     ]
 
 
 def _training_step(b: int, s: int) -> Row:
     """Wall time of forward and backward, the device waited for; the others by autograd."""
-    ours = Attention(inputs(b, s, packed=True), s, grads=True)
+    ours = Attention(packed_views(b, s), s, grads=True)
 
     def step(_: int) -> None:
         ours.step()
         torch.cuda.synchronize()
 
-    x = inputs(b, s, packed=False)
-    cos, sin = angles(s)[:, 0, 0].cos().to(BF16), angles(s)[:, 0, 0].sin().to(BF16)
+    x = separate_heads(b, s)
+    cos, sin = tables(s)
     leaves = [x[n].detach().requires_grad_() for n in "qkv"]
     do = torch.randn(b, H_Q, s, D, device="cuda", dtype=BF16)
 
@@ -255,4 +258,4 @@ def _training_step(b: int, s: int) -> Row:
     turns = {n: t for n, t in peers.rotations().items() if n != "Liger"}
     others = {f"{n} + F.sdpa": host_us(lambda _, t=t: plain(t)) for n, t in turns.items()}
     us = host_us(step)
-    return Row(f"wall time of a training step, packed, b{b} s{s}", us, us, 150.0, "us", others)
+    return Row.of_time(f"wall time of a training step, packed, b{b} s{s}", us, 150.0, others)

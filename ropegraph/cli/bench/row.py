@@ -19,6 +19,13 @@ class Row:
     unit: str
     others: dict[str, float] = field(default_factory=dict[str, float])
 
+    @classmethod
+    def of_time(
+        cls, work: str, us: float, target: float | None, others: dict[str, float] | None = None
+    ) -> Row:
+        """A row whose figure is our time itself, in microseconds."""
+        return cls(work, us, us, target, "us", others or {})
+
     @property
     def verdict(self) -> str:
         if self.target is None:
