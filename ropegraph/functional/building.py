@@ -99,7 +99,6 @@ def _forward(job: Forward) -> Plan:
     results = kind.forms(forms, attributes, training=job.training)
     made = kind.record(graph, forms, attributes, results)
     first = kind.results[0]
-    is_packed = "cu_seqlens" in forms
     beside: list[tuple[str, Form]] = []
     for name, tensor in made.items():
         if name == first:
@@ -111,9 +110,8 @@ def _forward(job: Forward) -> Plan:
             slot = next(slot for slot, result in kind.turned.items() if result == name)
             beside.append((name, fresh(forms[slot])))
     written = tuple(map(results.get, kind.results))
-    plan = Plan(graph, kind.slots, kind.results, written, (first,) if is_packed else ())
-    plan.beside += beside
-    return plan
+    zeros = (first,) if "cu_seqlens" in forms else ()
+    return Plan(graph, kind.slots, kind.results, written, zeros=zeros, beside=beside)
 
 
 def _turn(job: Turn) -> Plan:
@@ -158,21 +156,18 @@ def _backward(job: Backward) -> Plan:
     to_turn = _to_turn(job, given, names)
     still = unturned(graph, names, to_turn)
     grads = tuple(f"d{name}" for name in kind.gradients)
-    plan = Plan(
+    shares = can_turn_in_place(given, attributes)
+    turns_again = attributes.get("recompute_rope") and is_prepared(given)
+    return Plan(
         graph,
         (f"d{first}", *kind.results, *kind.slots),
         grads,
         tuple(map(made.get, kind.gradients)),
-        grads if "cu_seqlens" in given else (),
+        zeros=grads if "cu_seqlens" in given else (),
+        beside=[] if shares else [(name, to_turn[slot]) for name, slot in still.items()],
+        in_place=[(name, f"d{slot}") for name, slot in still.items()] if shares else [],
+        turn=build(Turn(kind, job.forms, job.attributes)) if turns_again else None,
     )
-    for name, slot in still.items():
-        if can_turn_in_place(given, attributes):
-            plan.in_place.append((name, f"d{slot}"))
-        else:
-            plan.beside.append((name, to_turn[slot]))
-    if attributes.get("recompute_rope") and is_prepared(given):
-        plan.turn = build(Turn(kind, job.forms, job.attributes))
-    return plan
 
 
 def _to_turn(job: Backward, forms: dict[str, Form], names: list[str]) -> dict[str, Form]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,9 @@ class Plan:
     reads, writes: names in the order in which tensors are given and made.  needed: those of reads
     that the graph has, with their places.
     written: the forms of what is made, None where nothing is.
-    turn: what makes again the rotations that were not kept, before the graph runs.
     zeros: results that are 0 before they are written: rows of no sequence stay it.
     beside: buffers for the time of a run.  in_place: names that share the buffer of another.
+    turn: what makes again the rotations that were not kept, before the graph runs.
     """
 
     def __init__(
@@ -30,17 +32,19 @@ class Plan:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         written: SlotForms,
+        *,
         zeros: tuple[str, ...] = (),
+        beside: Sequence[tuple[str, Form]] = (),
+        in_place: Sequence[tuple[str, str]] = (),
+        turn: Plan | None = None,
     ) -> None:
         graph.build()
         self.graph, self.reads, self.written = graph, reads, written
-        self.turn: Plan | None = None
+        self.beside, self.in_place, self.turn = beside, in_place, turn
         inputs = set(graph.lowered.recorded.inputs)
         self.needed = [(i, name) for i, name in enumerate(reads) if name in inputs]
         self._writes = list(zip(writes, written, strict=True))
         self._zeros = zeros
-        self.beside: list[tuple[str, Form]] = []
-        self.in_place: list[tuple[str, str]] = []
 
     def __call__(self, *given: Tensor | None) -> list[Tensor | None]:
         """Run on the tensors in the order of ``reads``; the results in the order of ``writes``."""
