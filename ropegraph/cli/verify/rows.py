@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -69,51 +69,40 @@ def measure(device: torch.device) -> Iterator[Row]:
         for name in names:
             unfused: dict[str, float] = {}
             for setting in SETTINGS:
-                row, found = _row(sizes, setting, name, device, (f64, exact), (bf16, wanted))
-                peer = unfused or plain
-                limits = accuracy.limits(peer, torch.bfloat16)
+                _, wide = _run(f64, exact, setting, SETS[name], device)
+                graphs, found = _run(bf16, wanted, setting, SETS[name], device)
+                limits = accuracy.limits(unfused or plain, torch.bfloat16)
                 unfused = unfused or found
-                yield replace(
-                    row,
+                yield Row(
+                    engines=name,
                     rotation=rotation,
+                    fold=setting.name,
+                    ran=_engines_of(graphs),
+                    table_gap=fold_table.gap(graphs, setting),
+                    f64=max_or_nan(list(wide.values())),
+                    bf16=max_or_nan(list(found.values())),
                     unfused=max(unfused.values()),
                     share=max_or_nan([found[x] / limits[x] for x in NAMES]),
                 )
 
 
-def _row(
-    sizes: Sizes,
-    setting: Setting,
-    engines: str,
-    device: torch.device,
-    f64: tuple[Inputs, Results],
-    bf16: tuple[Inputs, Results],
-) -> tuple[Row, dict[str, float]]:
-    _, wide = _run(sizes, setting, SETS[engines], device, *f64)
-    graphs, found = _run(sizes, setting, SETS[engines], device, *bf16)
-    right = fold_table.expected(setting, sizes.attn_scale)
-    both = zip(fold_table.found(graphs), right, strict=True)
-    gap = max_or_nan([abs(x - y) / max(y, 1.0) for x, y in both])
-    plans = (graphs.forward.plan, graphs.backward.plan)
-    ran = tuple(dict.fromkeys(step.engine for plan in plans for step in plan.steps))
-    worst = max_or_nan(list(found.values()))
-    f64_worst = max_or_nan(list(wide.values()))
-    row = Row(engines, "", setting.name, ran, gap, f64_worst, worst, worst, 0.0)
-    return row, found
-
-
 def _run(
-    sizes: Sizes,
+    inputs: Inputs,
+    wanted: Results,
     setting: Setting,
     engines: tuple[str, ...],
     device: torch.device,
-    inputs: Inputs,
-    wanted: Results,
 ) -> tuple[RotaryAttention, dict[str, float]]:
+    """The graphs of a setting, and the errors of what they make of the inputs."""
     freqs = inputs.freqs.to(device)
-    graphs = RotaryAttention(sizes, setting, freqs, inputs.q.dtype, engines=engines)
+    graphs = RotaryAttention(inputs.sizes, setting, freqs, inputs.q.dtype, engines=engines)
     handed = graphs.run_forward(*(x.to(device) for x in (inputs.q, inputs.k, inputs.v)))
     gradients = graphs.run_backward(inputs.do.to(device), handed)
     tensors = (handed["o"], handed["stats"], *gradients)
     found = {name: x.cpu() for name, x in zip(NAMES, tensors, strict=True)}
     return graphs, accuracy.errors(found, wanted)
+
+
+def _engines_of(graphs: RotaryAttention) -> tuple[str, ...]:
+    plans = (graphs.forward.plan, graphs.backward.plan)
+    return tuple(dict.fromkeys(step.engine for plan in plans for step in plan.steps))
