@@ -8,8 +8,6 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from ropegraph.ir.graph import Graph
-
 
 def check_fields(found: Any) -> None:
     """Raise TypeError at the first field of a dataclass that holds what its type does not allow."""
@@ -17,15 +15,6 @@ def check_fields(found: Any) -> None:
         value = getattr(found, name)
         if not fits(value, hint):
             raise TypeError(f"{name} of {type(found).__name__} is {value!r:.60}")
-
-
-def check_values(graph: Graph) -> None:
-    """Raise ValueError if a value is filed under another name, or has no place for its dims."""
-    for name, value in graph.values.items():
-        if value.name != name:
-            raise ValueError(f"the value {value.name!r} is filed as {name!r}")
-        if len(value.stride) != len(value.dim) or min((*value.dim, *value.stride), default=0) < 0:
-            raise ValueError(f"{name!r} has dim {list(value.dim)}, stride {list(value.stride)}")
 
 
 def fits(value: Any, hint: Any) -> bool:

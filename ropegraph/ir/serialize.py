@@ -11,7 +11,7 @@ from typing import Any, cast
 from ropegraph.dtypes import DType
 from ropegraph.errors import GraphError, InternalError
 from ropegraph.ir import contract, graph, ops, score_mod
-from ropegraph.ir.fits import check_fields, check_values
+from ropegraph.ir.fits import check_fields
 from ropegraph.ir.verify import verify
 
 FORMAT = "ropegraph"
@@ -53,13 +53,22 @@ def loads(data: bytes | str) -> graph.Graph:
         found = _decode(body)
         if not isinstance(found, graph.Graph):
             raise TypeError(f"it is a {type(found).__name__}")
-        check_values(found)
+        _check_values(found)
         verify(found, after="deserialize")
     except (
         AttributeError, InternalError, KeyError, RecursionError, TypeError, ValueError,
     ) as error:  # fmt: skip
         raise GraphError(f"deserialize: the graph has a part that does not fit: {error}") from error
     return found
+
+
+def _check_values(found: graph.Graph) -> None:
+    """Raise ValueError if a value is filed under another name, or has no place for its dims."""
+    for name, value in found.values.items():
+        if value.name != name:
+            raise ValueError(f"the value {value.name!r} is filed as {name!r}")
+        if len(value.stride) != len(value.dim) or min((*value.dim, *value.stride), default=0) < 0:
+            raise ValueError(f"{name!r} has dim {list(value.dim)}, stride {list(value.stride)}")
 
 
 def key(value: graph.Graph, context: tuple[str, ...] = ()) -> str:
