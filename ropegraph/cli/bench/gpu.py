@@ -44,7 +44,7 @@ def separate_heads(b: int, s: int) -> Buffers:
 def packed_views(b: int, s: int) -> Buffers:
     """The same as views of one tensor [b, s, h_q + 2 h_kv, d]."""
     qkv = torch.randn(b, s, sum(SPLIT), D, device="cuda", dtype=BF16).transpose(1, 2)
-    return dict(zip("qkv", qkv.split(SPLIT, dim=1), strict=True))
+    return dict(zip("qkv", torch.split(qkv, list(SPLIT), dim=1), strict=True))
 
 
 def rotation(op: str, x: Buffers, s: int) -> Callable[[], object]:

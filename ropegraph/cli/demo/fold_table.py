@@ -67,7 +67,6 @@ def check(sizes: Sizes) -> tuple[str, float]:
         graphs = RotaryAttention(sizes, setting, freqs, torch.float32)
         gaps.append(gap(graphs, setting))
         launches = len(graphs.forward.plan.steps), len(graphs.backward.plan.steps)
-        rows.append(
-            (setting.name, *(f"{x:.6g}" for x in found(graphs)), "{} + {}".format(*launches))
-        )
+        row = (f"{x:.6g}" for x in found(graphs))
+        rows.append((setting.name, *row, "{} + {}".format(*launches)))
     return table(("fold", *COLUMNS, "launches"), rows), max_or_nan(gaps)
