@@ -30,7 +30,8 @@ def verify(
     On torch's current stream. Each is compared on the inputs that it really had, so an error is
     told where it arises.  raw: rows before their rotation, by the name of a bound q or k.
     """
-    stream, graph = runnable.current_stream, runnable.plan.graph
+    plan, stream = runnable.plan, runnable.current_stream
+    graph, device = plan.graph, plan.device
     env = runnable.environment(buffers, stream)
     checks: list[OutputCheck] = []
     scales: list[ScaleCheck] = []
@@ -38,11 +39,11 @@ def verify(
     warnings: dict[str, None] = {}
     rows: dict[str, Raw] = {}
     with torch.inference_mode():
-        nonfinite = tuple(n for n in graph.inputs if _has_nonfinite(env[runnable.plan.slots[n]]))
-        for step, executable in zip(runnable.plan.steps, runnable.executables, strict=True):
+        nonfinite = tuple(n for n in graph.inputs if _has_nonfinite(env[plan.slots[n]]))
+        for step, executable in zip(plan.steps, runnable.executables, strict=True):
             warnings |= dict.fromkeys(suspicions(step, env))
-            why = _unchecked(step, runnable.plan.device)
-            exact = list(env) if why else _exact(step, runnable.plan.device, env, stream)
+            why = _unchecked(step, device)
+            exact = list(env) if why else _exact(step, device, env, stream)
             floor = {} if why else noise(step, env)
             executable(env, stream)
             found: Any = getattr(executable, "faults", tuple)
@@ -54,9 +55,9 @@ def verify(
                 )
                 if not why:
                     about = _compare(about, env[slot], exact[slot], floor.get(value, 0.0))
+                    if _is_turned(graph, value):
+                        rows[value] = made_here(step.node, value, exact[slot])
                 checks.append(about)
-                if not why and _is_turned(graph, value):
-                    rows[value] = made_here(step.node, value, exact[slot])
             if isinstance(step.node.attrs, Attention):
                 given = {
                     name: made_elsewhere(graph, step, side, env, raw[name])

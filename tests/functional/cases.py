@@ -12,6 +12,7 @@ from ropegraph.testing import oracle
 
 F64 = torch.float64
 B, H_Q, H_KV, S, D = 2, 6, 2, 17, 16
+SPLIT = (H_Q, H_KV, H_KV)
 
 
 def table(s: int = S, r: int = D) -> Tensor:
@@ -29,6 +30,11 @@ def heads(
     made = [torch.randn(B, n, h, D, generator=g, dtype=F64).to(dtype) for h, n in sizes]
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
     return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Causal attention, whole heads rotated."""
+    return attention(q, k, v, table(), is_causal=True, enable_gqa=True, **options)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ropegraph.functional import attention
 from ropegraph.testing import oracle
-from tests.functional.cases import CAUSAL, F64, H_KV, H_Q, B, D, S, table
+from tests.functional.cases import CAUSAL, F64, SPLIT, B, D, S, table
 
-SPLIT = (H_Q, H_KV, H_KV)
 EPS = 0.03  # large enough to be seen
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ropegraph.functional import attention, qkv_attention, rope
 from ropegraph.testing.inputs import placed
-from tests.functional.cases import H_KV, H_Q, B, D, S, heads, table
+from tests.functional.cases import SPLIT, B, D, S, attend, heads, table
 
 GRADS: dict[str, Callable[[Tensor], Tensor]] = {
     "one element": lambda o: torch.ones(()).expand(o.shape),
@@ -19,20 +19,15 @@ GRADS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention(q, k, v, table(), is_causal=True, enable_gqa=True)
-
-
 @pytest.mark.parametrize("name", GRADS)
 def test_any_incoming_gradient_is_as_its_contiguous_copy(name: str) -> None:
     torch.manual_seed(0)
     q, k, v = heads()
-    packed = torch.randn(B, S, H_Q + 2 * H_KV, D, requires_grad=True)
-    split = (H_Q, H_KV, H_KV)
+    packed = torch.randn(B, S, sum(SPLIT), D, requires_grad=True)
     for run, inputs in (
         (attend, (q, k, v)),
         (lambda x: rope(x, table()), (q,)),
-        (lambda x: qkv_attention(x, table(), split=split), (packed,)),
+        (lambda x: qkv_attention(x, table(), split=SPLIT), (packed,)),
     ):
         o = run(*inputs)
         grad = GRADS[name](o)

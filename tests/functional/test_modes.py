@@ -10,11 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ropegraph.functional import attention, qkv_attention, rope
 from ropegraph.testing import oracle
-from tests.functional.cases import H_KV, H_Q, B, D, S, heads, table
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    return attention(q, k, v, table(), is_causal=True, enable_gqa=True, **options)  # type: ignore[arg-type]
+from tests.functional.cases import H_Q, SPLIT, B, D, S, attend, heads, table
 
 
 def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -96,8 +92,8 @@ def test_what_is_kept_for_the_backward() -> None:
         rope(q, table())
         assert [tuple(x.shape) for x in kept] == [(S, 1, 1, D)]
         kept.clear()
-        packed = torch.randn(B, S, H_Q + 2 * H_KV, D, requires_grad=True) + 0
-        o = qkv_attention(packed, table(), split=(H_Q, H_KV, H_KV), fold="off", in_place=True)
+        packed = torch.randn(B, S, sum(SPLIT), D, requires_grad=True) + 0
+        o = qkv_attention(packed, table(), split=SPLIT, fold="off", in_place=True)
         # The rotated q and k lie in packed itself, beside v: no copy of them.
         held = {x.untyped_storage().data_ptr() for x in kept}
         own = {x.untyped_storage().data_ptr() for x in (packed, o)}
@@ -118,12 +114,12 @@ def test_hooks_may_hand_back_other_strides(
     laid: Callable[[Tensor], Tensor], recompute_rope: bool
 ) -> None:
     inputs, weight = heads(), torch.randn(B, H_Q, S, D)
-    wide = torch.randn(B, S, 2 * (H_Q + 2 * H_KV), D).requires_grad_()
+    wide = torch.randn(B, S, 2 * sum(SPLIT), D).requires_grad_()
     freqs = torch.stack((table(), table()), dim=-1)[..., 0]
 
     def run() -> tuple[Tensor, ...]:
         o = attend(*inputs, recompute_rope=recompute_rope)
-        packed = qkv_attention(wide[:, :, ::2], freqs, split=(H_Q, H_KV, H_KV))
+        packed = qkv_attention(wide[:, :, ::2], freqs, split=SPLIT)
         return torch.autograd.grad((rope(o, freqs) + packed).mul(weight).sum(), (*inputs, wide))
 
     want = run()
@@ -156,9 +152,8 @@ def test_autocast(dtype: torch.dtype) -> None:
 def test_tensors_without_memory(device: str) -> None:
     real = heads()
     o = attend(*real)
-    packed = torch.randn(B, S, H_Q + 2 * H_KV, D)
-    split = (H_Q, H_KV, H_KV)
-    want = qkv_attention(packed, table(), split=split)
+    packed = torch.randn(B, S, sum(SPLIT), D)
+    want = qkv_attention(packed, table(), split=SPLIT)
     fake = FakeTensorMode()
 
     def bare(x: Tensor) -> Tensor:
@@ -171,7 +166,7 @@ def test_tensors_without_memory(device: str) -> None:
     assert got.device == q.device
     grads = torch.autograd.grad(got.sum(), (q, k, v))
     assert [g.stride() for g in grads] == [x.stride() for x in real]
-    got = qkv_attention(bare(packed), bare(table()), split=split)
+    got = qkv_attention(bare(packed), bare(table()), split=SPLIT)
     assert got.stride() == want.stride()
     with pytest.raises(ValueError, match="differ in width"):
         attention(q, k[..., :8], v, enable_gqa=True)

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ropegraph.functional import attention, library, qkv_attention, rope
-from tests.functional.cases import H_KV, H_Q, B, D, S, heads, table
-
-SPLIT = (H_Q, H_KV, H_KV)
+from tests.functional.cases import H_Q, SPLIT, B, D, S, heads, table
 
 
 def captured(name: str, run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -33,7 +31,7 @@ def captured(name: str, run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPat
 def some_calls() -> dict[str, tuple[str, Callable[[], Tensor]]]:
     q, k, v = heads()
     bias = torch.randn(1, H_Q, S, S, requires_grad=True)
-    packed = torch.randn(B, S, H_Q + 2 * H_KV, D, requires_grad=True)
+    packed = torch.randn(B, S, sum(SPLIT), D, requires_grad=True)
     norms = {f"{x}_norm": torch.rand(D, requires_grad=True) for x in "qk"}
     row = [x[:1].detach().requires_grad_() for x in (q, k, v)]
     return {

@@ -11,8 +11,8 @@ from ropegraph.functional import attention, dispatch, qkv_attention, rope
 from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.testing import budget, oracle
 from ropegraph.testing.inputs import placed
-from tests.functional.cases import F64, H_KV, H_Q, LENGTHS, B, D, S, heads, table
-from tests.functional.normed import EPS, SPLIT, formula, norm, ours, packed, weights
+from tests.functional.cases import F64, H_KV, H_Q, LENGTHS, SPLIT, B, D, S, heads, table
+from tests.functional.normed import EPS, formula, norm, ours, packed, weights
 from tests.functional.test_gradients import check
 from tests.functional.test_layouts import GRADS
 

@@ -18,8 +18,8 @@ from ropegraph.functional import (
 )
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.norm_turn import NORM_ROPE
-from tests.functional.cases import F64, H_KV, H_Q, B, D, S, heads, table
-from tests.functional.normed import EPS, SPLIT, formula, norm, ours, packed, weights
+from tests.functional.cases import F64, H_KV, H_Q, SPLIT, B, D, S, heads, table
+from tests.functional.normed import EPS, formula, norm, ours, packed, weights
 from tests.functional.test_gradients import check
 
 BF16 = torch.bfloat16

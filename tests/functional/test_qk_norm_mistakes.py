@@ -11,8 +11,8 @@ from ropegraph.functional import (
     cached_attention,
     qkv_attention,
 )
-from tests.functional.cases import H_KV, B, D, S, heads, table
-from tests.functional.normed import SPLIT, ours, packed, weights
+from tests.functional.cases import H_KV, SPLIT, B, D, S, heads, table
+from tests.functional.normed import ours, packed, weights
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "q alone": ({"k_norm": None}, "q_norm is given but k_norm is not; give both, or neither"),

@@ -6,9 +6,7 @@ from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.functional import attention, qkv_attention
-from tests.functional.cases import H_KV, H_Q, B, D, S, heads, table
-
-SPLIT = (H_Q, H_KV, H_KV)
+from tests.functional.cases import H_Q, SPLIT, B, D, S, heads, table
 
 
 def by_hand(dtype: torch.dtype, packed: bool) -> dict[str, Tensor]:
