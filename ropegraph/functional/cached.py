@@ -9,7 +9,6 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.functional import checks, norms
-from ropegraph.functional.attend import SDPA, masks, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
     NORMS,
@@ -25,6 +24,7 @@ from ropegraph.functional.kind import (
     has_norms,
     rotation,
 )
+from ropegraph.functional.sdpa import SDPA, masks, sdpa, settings
 
 _WHERE = "cached_attention"
 

@@ -11,7 +11,6 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.functional import norms
-from ropegraph.functional.attend import MASKS, SDPA, masks, result_forms, sdpa, settings
 from ropegraph.functional.dispatch import register
 from ropegraph.functional.kind import (
     NORMS,
@@ -27,6 +26,7 @@ from ropegraph.functional.kind import (
     has_norms,
     rotation,
 )
+from ropegraph.functional.sdpa import MASKS, SDPA, masks, result_forms, sdpa, settings
 from ropegraph.ir.ops import SplitQkv
 from ropegraph.ir.packed import PARTS, view_of
 
