@@ -89,9 +89,9 @@ def _untangled(layers: list[list[str]], graph: Any) -> list[list[str]]:
     return best
 
 
-def _mean(names: Any, spot: Mapping[str, float], default: float = 0.0) -> float:
+def _mean(names: Any, spot: Mapping[str, float]) -> float:
     found = [spot[name] for name in names]
-    return sum(found) / len(found) if found else default
+    return sum(found) / len(found) if found else 0.0
 
 
 def _crossings(layers: list[list[str]], graph: Any) -> int:

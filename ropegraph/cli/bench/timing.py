@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 Work = Callable[[], object]
+DEVICE_ROUNDS, HOST_ROUNDS = 15, 300
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ def _once(work: Work, calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def device_us(work: Work, rounds: int = 15) -> float:
+def device_us(work: Work) -> float:
     """Median device time of one call in microseconds, by CUDA events."""
-    return device_in_turn({"": work}, rounds)[""]
+    return device_in_turn({"": work})[""]
 
 
-def device_in_turn(works: Mapping[str, Work], rounds: int = 15) -> dict[str, float]:
+def device_in_turn(works: Mapping[str, Work]) -> dict[str, float]:
     """Median device times of works that take turns: a warm card is as warm for each of them.
 
     A buffer larger than the L2 cache is written before each call: its data leave the cache, and the
@@ -57,7 +58,7 @@ def device_in_turn(works: Mapping[str, Work], rounds: int = 15) -> dict[str, flo
         for _ in range(3):
             work()
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in works}
-    for _ in range(rounds):
+    for _ in range(DEVICE_ROUNDS):
         for name, work in works.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
@@ -72,10 +73,10 @@ def device_in_turn(works: Mapping[str, Work], rounds: int = 15) -> dict[str, flo
     }
 
 
-def host_us(work: Callable[[int], object], rounds: int = 300) -> float:
+def host_us(work: Callable[[int], object]) -> float:
     """Median host time of one call in microseconds, on an idle queue.  work: gets 0, 1, 2, ..."""
     times: list[float] = []
-    for i in range(rounds):
+    for i in range(HOST_ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work(i)
