@@ -35,7 +35,7 @@ ROTATION: tuple[Attribute, ...] = (
     ("numerics", "str"),
 )
 Record = Callable[[pygraph, Forms, Attributes, Forms], dict[str, Tensor]]
-Turn = Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]]
+RecordTurn = Callable[[pygraph, Forms, Attributes, tuple[float, float]], dict[str, Tensor]]
 
 
 class Shapes(Protocol):
@@ -74,7 +74,7 @@ class Kind:
     turned: Mapping[str, str]
     forms: Shapes
     record: Record
-    turn: Turn | None = None
+    turn: RecordTurn | None = None
     settings: Callable[[Attributes], dict[str, Any]] = lambda _: {}
     linear: bool = False
     reads_result: bool = True
