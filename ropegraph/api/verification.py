@@ -115,10 +115,12 @@ class Verification:
         """One sentence: the cause before what it leads to."""
         bad = self.first_bad
         if self.wrong_scales:
-            first = self.wrong_scales[0]
+            # A split names the tensor, a product two of them and stats.
+            splits = [s for s in self.wrong_scales if s.what.startswith("split")]
+            first = (splits or self.wrong_scales)[0]
+            says = "is carried" if splits else "on q.k is what stats tell"
             text = f"WRONG: {first.node}: {first.what}: " + (
-                first.fault
-                or f"{first.found:.3g} is carried where the graph wants {first.expected:.3g}"
+                first.fault or f"{first.found:.3g} {says}, the graph wants {first.expected:.3g}"
             )
             text += "; what reads them inherits it"
         elif self.faults:

@@ -28,6 +28,7 @@ from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.dispatch import call
 from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.functional.norms import EPSILON
+from ropegraph.functional.values import check_bounds, is_readable
 
 
 def attention(
@@ -130,6 +131,13 @@ def attention(
     if cu_seqlens is not None:
         if max_seqlen is not None:
             max_seqlen = as_count(max_seqlen, f"{where}: max_seqlen", 1)
+        if position_ids is not None:
+            raise GraphError(
+                f"{where}: cu_seqlens restarts positions with every sequence; leave position_ids "
+                "out"
+            )
+        if is_readable(cu_seqlens):
+            check_bounds(where, cu_seqlens, q.shape[2] if q.dim() == 4 else 0, max_seqlen)
         if freqs is not None and freqs.requires_grad and torch.is_grad_enabled():
             raise GraphError(
                 f"{where}: freqs requires grad, which it has not with cu_seqlens; detach it, or "

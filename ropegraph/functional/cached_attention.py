@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropegraph.errors import GraphError, PositionError
+from ropegraph.errors import GraphError
 from ropegraph.functional.arguments import (
     angles,
     autocast,
@@ -20,7 +20,7 @@ from ropegraph.functional.arguments import (
 )
 from ropegraph.functional.cached import CACHED_ATTENTION
 from ropegraph.functional.dispatch import call
-from ropegraph.functional.eager import has_modes, has_transforms
+from ropegraph.functional.values import check_new_lens, is_readable
 
 
 def cached_attention(
@@ -96,8 +96,8 @@ def cached_attention(
         new_lens = torch.full_like(lengths, q.shape[2] if q.dim() == 4 else 0)
     elif new_lens.dtype not in (torch.int32, torch.int64):
         raise GraphError(f"{where}: new_lens is {new_lens.dtype}; use torch.int32 [b]")
-    elif q.dim() == 4 and _is_readable(new_lens):
-        _check_new_lens(new_lens, q.shape[2])
+    elif q.dim() == 4 and is_readable(new_lens):
+        check_new_lens(new_lens, q.shape[2])
     new_lens = new_lens.to(torch.int32)
     room = k_cache.shape[2] if k_cache.dim() == 4 else 0
     fits = new_lens.shape == lengths.shape
@@ -113,19 +113,3 @@ def cached_attention(
         torch.are_deterministic_algorithms_enabled(), norm_eps,
     )  # fmt: skip
     return call(CACHED_ATTENTION, slots, attributes)
-
-
-def _is_readable(x: Tensor) -> bool:
-    """True for values that are there, and that nobody has to wait for."""
-    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
-    return is_plain and x.device.type == "cpu" and not (has_modes() or has_transforms())
-
-
-def _check_new_lens(new_lens: Tensor, rows: int) -> None:
-    """Raise PositionError for a number of rows that is none, before a cache is written."""
-    for i, n in enumerate(cast("list[int]", new_lens.flatten().tolist())):
-        if not 0 <= n <= rows:
-            raise PositionError(
-                f"cached_attention: new_lens of sequence {i} is {n}; it must lie in 0..{rows}, the "
-                "new rows there are"
-            )

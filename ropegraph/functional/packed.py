@@ -28,7 +28,7 @@ from ropegraph.functional.kind import (
 )
 from ropegraph.functional.sdpa import MASKS, SDPA, masks, result_forms, sdpa, settings
 from ropegraph.ir.ops import SplitQkv
-from ropegraph.ir.packed import PARTS, view_of
+from ropegraph.ir.packed import PARTS, parts_of, view_of
 
 
 def heads(form: Form, attributes: Attributes) -> dict[str, Form]:
@@ -37,6 +37,7 @@ def heads(form: Form, attributes: Attributes) -> dict[str, Form]:
     Raises GraphError if split does not fit.
     """
     split = SplitQkv(cast(Any, tuple(attributes["split"])), attributes["by_groups"])
+    parts_of("qkv_attention", split, form.dim)  # which names what does not fit
     found: dict[str, Form] = {}
     for part in PARTS:
         _, dim, stride = view_of(split, part, form.dim, form.stride)

@@ -56,8 +56,8 @@ def _four(where: str, split: Sequence[int], packed: Sequence[int]) -> Dim:
         if heads == width > 1 or width % heads:
             what = "adds up to all channels" if heads == width else f"adds up to {heads}"
             raise GraphError(
-                f"{where}: split={list(split)} of qkv {list(packed)} {what}; give numbers of heads, "
-                f"whose sum divides {width}"
+                f"{where}: split={list(split)} of qkv {list(packed)} {what}; "
+                f"give numbers of heads, whose sum divides {width}"
             )
         return (*packed[:2], heads, width // heads)
     if len(packed) != 4:

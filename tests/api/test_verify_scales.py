@@ -62,7 +62,9 @@ def test_a_backward_that_reads_rows_folded_otherwise():
     assert scales(found)[PRODUCT].found == pytest.approx(0.3, rel=1e-4)
     assert scales(found)["split: q_rot"].found == pytest.approx(1.0, rel=1e-5)
     assert str(found).count("WRONG FOLD") == 2
-    assert found.verdict.startswith(f"WRONG: attn_backward: {PRODUCT}: 0.3 is carried where the")
+    assert found.verdict.startswith(
+        "WRONG: attn_backward: split: q_rot: 1 is carried, the graph wants 0.3; what reads"
+    )
     assert not found
 
 

@@ -216,3 +216,34 @@ def test_tables_as_hugging_face_makes_them() -> None:
         assert torch.equal(got[i : i + 1], want)
     one = rope(Q, cos=cos[:1], sin=sin[:1])
     assert torch.equal(one, rope(Q, cos=cos[0], sin=sin[0]))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest", "message"),
+    [
+        ([2, 4, 6], None, r"cu_seqlens begins with 2, and must with 0; of lengths it is torch\.nn"),
+        ([0, 4, 3], None, "cu_seqlens decreases from 4 to 3"),
+        ([0, 4, 8], None, "cu_seqlens ends with 8, but there are 6 rows"),
+        ([0, 1, 6], 4, "max_seqlen=4, but sequence 1 has 5 rows"),
+    ],
+)
+def test_bounds_that_are_no_running_sum(
+    bounds: list[int], longest: int | None, message: str
+) -> None:
+    given = {"cu_seqlens": torch.tensor(bounds), "max_seqlen": longest, "half_width": True}
+    with pytest.raises(rg.GraphError, match=message):
+        attention(Q[:1], Q[:1], Q[:1], FREQS, **given)
+
+
+def test_positions_beside_packed_sequences() -> None:
+    """Packed batches of Hugging Face carry both."""
+    ids, bounds = torch.arange(6)[None] % 3, torch.tensor([0, 3, 6])
+    with pytest.raises(rg.GraphError, match="restarts positions with every sequence; leave pos"):
+        attention(Q[:1], Q[:1], Q[:1], FREQS, half_width=True, cu_seqlens=bounds, position_ids=ids)
+
+
+def test_a_split_of_channels() -> None:
+    with pytest.raises(rg.GraphError, match=r"qkv_attention: split=\[4, 2, 2\] .* all channels"):
+        qkv_attention(torch.randn(2, 6, 8), FREQS, split=(4, 2, 2))
+    with pytest.raises(rg.GraphError, match=r"qkv_attention: split=\[4, 2, 4\] .* up to 10; give"):
+        qkv_attention(torch.randn(2, 6, 64), FREQS, split=(4, 2, 4))

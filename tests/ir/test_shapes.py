@@ -105,8 +105,10 @@ BAD = {
     "table half as wide": (
         ROPE,
         {"input": X, "freqs": (5, 1, 1, 4)},
-        "4 wide, but rope_dim=8 of 8 channels ... reads 8 columns; ... or rope_dim=4 if it is "
-        "for a part of each head, half_width=True if it has each angle once",
+        (
+            "4 wide, but rope_dim=8 of 8 channels ... reads 8 columns; ... or rope_dim=4 if it is "
+            "for a part of each head, half_width=True if it has each angle once"
+        ),
     ),
     "table of full width": (
         Rope(8, 0, half_width=True),
