@@ -10,8 +10,8 @@ Equal in exact arithmetic. One rounding goes: the value between is never stored.
 of memory of its own, and read by nobody else. This runs after the folds, which see the rope.
 
 A fused node falls to torch as a whole, so only what a kernel of ours takes on a GPU is fused: a
-rotation in fp32 arithmetic over heads in one level, and rows of up to MAX_WIDTH channels. In fp64 all
-runs on torch anyway, and is fused.
+rotation in fp32 arithmetic over heads in one level, and rows of up to MAX_WIDTH channels. In fp64
+all runs on torch anyway, and is fused.
 """
 
 from __future__ import annotations

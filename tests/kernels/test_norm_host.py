@@ -61,7 +61,7 @@ def test_against_fp64(plans: tuple[Plan, ...], backward: bool, tmp_path: Path):
     if backward and plans is WIDE:
         # Narrower ones: norm_sum has a block of 32 warps for every eight channels.
         plans = (Plan(14, r=64, d=264, norm_first=False),)
-    # The gradient over all heads has tests of its own.
+    # The gradient over all heads has a file of its own.
     plans = tuple(replace(p, backward=backward) for p in plans if not (backward and p.whole))
     taken = run_and_check(both_bases(plans), tmp_path)
     kernels = {name for names in taken for name in names}

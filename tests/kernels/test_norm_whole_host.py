@@ -26,6 +26,7 @@ ODD = (
     Plan(10, True, whole=True, norm_first=False, r=10, d=10, dim=(3, 2, 5)),
     Plan(9, True, whole=True, positions="packed", dim=(1, 3, 6), r=16, d=32),
     Plan(8, True, whole=True, norm_first=False, positions="packed", dim=(1, 5, 6), r=16, d=16),
+    Plan(18, True, whole=True, positions="starts", source="inv_freq", r=96, d=96, dim=(2, 2, 3)),
 )
 
 
@@ -45,9 +46,7 @@ def test_without_one_of_the_gradients(tmp_path: Path):
     assert len(second) == 2
 
 
-def test_warps_that_go_on_from_token_to_token(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_warps_that_go_on_from_token_to_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Q and K in one launch, few warps, heads that are no multiple of what a warp holds."""
     monkeypatch.setattr(norm_shape, "TOTAL_WARPS", 12)
     cases = []
@@ -68,7 +67,7 @@ def test_warps_that_go_on_from_token_to_token(
 def test_padding_poisons_nothing(norm_first: bool, tmp_path: Path):
     """C18, as for each head by itself; where one head has a gradient, all heads count."""
     cases = []
-    for number, positions, dead in ((10, "packed", slice(5, 6)), (2, "rows", slice(3, 5))):
+    for number, positions, dead in ((11, "packed", slice(5, 6)), (2, "rows", slice(3, 5))):
         dim = (1, 3, 6) if positions == "packed" else (2, 5, 6)
         plan = Plan(number, True, norm_first, True, r=16, d=24, dim=dim, positions=positions)
         given = made(plan)

@@ -27,7 +27,8 @@ class NormJob:
     """A rotation and the norm beside it.  Slots are -1 where there is no such tensor.
 
     x: what the backward reads beside dY.  scale_stride, dscale_stride: from head to head and from
-    channel to channel.  inverse_stride: along b, h and s.  is_whole: all heads of a token are one row.
+    channel to channel.  inverse_stride: along b, h and s.  is_whole: all heads of a token are one
+    row.
     """
 
     rope: Job

@@ -576,9 +576,10 @@ __device__ inline bool is_zero(Row<V, T, P>& row, const Split& split, int lane) 
 
 #if NORM_WHOLE
 
-// False for what the forward leaves of rows of Inf, NaN, or zeros without an epsilon.
+// Positive and finite, subnormal numbers among them. The forward leaves something else of rows of
+// Inf or NaN, and of zeros without an epsilon.
 __device__ inline bool is_usual(float inverse) {
-  return inverse > 0.0f && inverse <= 3.402823466e38f;
+  return __float_as_uint(inverse) - 1u < 0x7f7fffffu;
 }
 
 // The mean over all heads that the gradient of a token needs; 0 where nothing comes back for it.
@@ -744,7 +745,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       // Where nothing comes back for a row nothing is asked of x: padding may hold NaN, and has no
       // number for its inverse then.
 #if NORM_WHOLE
-      // With such an inverse the mean is NaN, but where nothing comes back for the token.
+      // The row is the whole token. Its mean is NaN then, unless nothing comes back or n is 0 anyway.
       if (is_dead || (!is_usual(own) && whole_mean == 0.0f)) {
         n.each([](float& value) { value = 0.0f; });
         own = 0.0f;
