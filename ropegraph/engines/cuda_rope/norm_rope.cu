@@ -735,7 +735,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       Row<V, T, P> grad = held_dy.template wide<ROPE_READ_PAIRS>();
       Row<V, T, P> n = held_x.template wide<ROPE_WRITE_PAIRS>();
       float own = inverse;
-      load();
+      if constexpr (!NORM_WHOLE) load();
       asm volatile("" ::: "memory");  // what is kept must not go back into registers
       if constexpr (kFirst) turn_back(grad);
       else turn_forth(n);
