@@ -10,8 +10,8 @@ Equal in exact arithmetic. One rounding goes: the value between is never stored.
 of memory of its own, and read by nobody else. This runs after the folds, which see the rope.
 
 A fused node falls to torch as a whole, so only what a kernel of ours takes on a GPU is fused: a
-rotation in fp32 arithmetic over heads in one level, rows of up to MAX_WIDTH channels, and in the
-backward a weight that all heads share. In fp64 all runs on torch anyway, and is fused.
+rotation in fp32 arithmetic over heads in one level, and rows of up to MAX_WIDTH channels. In fp64
+all runs on torch anyway, and is fused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any, cast
 from ropegraph.dtypes import DType, short
 from ropegraph.ir.cache import writes_cache
 from ropegraph.ir.graph import Graph, Node
-from ropegraph.ir.norm import is_over_heads
 from ropegraph.ir.ops import (
     NormRope,
     NormRopeBackward,
@@ -153,11 +152,6 @@ def _why_not(graph: Graph, norm: Node[Any], rope: Node[Any]) -> str | None:
             return f"{value!r} is {short(own)}; one launch writes {short(typed[port])} there"
     if x.dim[3] > MAX_WIDTH:
         return f"{x.name!r} has rows of {x.dim[3]} channels; one launch takes up to {MAX_WIDTH}"
-    if isinstance(norm.attrs, RmsNormBackward) and is_over_heads(scale.dim):
-        return (
-            f"{norm.name!r} normalises all heads of a token together; its gradient is a launch of "
-            "its own"
-        )
     return None
 
 

@@ -11,6 +11,7 @@ import ropegraph
 from ropegraph import norm_forward_phase
 from tests.gpu.test_cuda_rope import build, on_gpu
 from tests.kernels import test_norm_host as plans
+from tests.kernels import test_norm_whole_host as whole_plans
 from tests.kernels.cases import Case
 from tests.kernels.norm_cases import Plan, check, expected, made, pair
 
@@ -51,29 +52,39 @@ ALL = (*plans.FORWARD, *plans.SEQUENCES, *plans.WIDE)
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_cases_of_the_cpu(backward: bool, shift: int):
     for plan in ALL:
-        if not (backward and plan.whole):
-            plan = replace(plan, backward=backward, shift=shift)
-            run_and_check(str(plan), made(plan))
+        plan = replace(plan, backward=backward, shift=shift)
+        run_and_check(str(plan), made(plan))
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_gradient_over_all_heads(shift: int):
+    wide = (replace(plan, backward=True, whole=True) for plan in plans.WIDE)
+    for plan in (*whole_plans.PLANS, *whole_plans.ODD, *wide):
+        plan = replace(plan, shift=shift)
+        run_and_check(str(plan), made(plan))
+
+
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_q_and_k(backward: bool):
+def test_q_and_k(backward: bool, whole: bool):
     for number in (1, 2, 3):
-        plan = Plan(number, backward, r=128, d=128, dim=(2, 6, 37))
+        plan = Plan(number, backward, whole=whole, r=128, d=128, dim=(2, 6, 37))
         given = pair(made(plan), made(replace(plan, dim=(2, 2, 37))))
         run_and_check(str(plan), given)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_large(norm_first: bool, backward: bool):
+@pytest.mark.parametrize("whole", [False, True])
+def test_large(whole: bool, norm_first: bool, backward: bool):
     """Many warps, many tokens a warp, and a sum over all of them."""
-    plan = Plan(4, backward, norm_first, r=128, d=128, dim=(2, 9, 1031))
+    plan = Plan(4, backward, norm_first, whole, r=128, d=128, dim=(2, 9, 1031))
     run_and_check(str(plan), made(plan))
 
 
-def test_two_runs_give_the_same_bits():
-    given = made(Plan(4, True, r=128, d=128, dim=(2, 8, 2048)))
+@pytest.mark.parametrize("whole", [False, True])
+def test_two_runs_give_the_same_bits(whole: bool):
+    given = made(Plan(4, True, whole=whole, r=128, d=128, dim=(2, 9, 2048)))
     first, _ = run(given)
     second, _ = run(given)
     for port in given.written:
@@ -83,8 +94,10 @@ def test_two_runs_give_the_same_bits():
 def test_more_batch_entries_than_a_grid_is_wide():
     """C14."""
     for backward in (False, True):
-        plan = Plan(4, backward, r=8, d=8, dim=(65537, 1, 1), source="inv_freq")
-        run_and_check(str(plan), made(plan))
+        for whole in (False, True):
+            dim = (65537, 2 if whole else 1, 1)
+            plan = Plan(4, backward, whole=whole, r=8, d=8, dim=dim, source="inv_freq")
+            run_and_check(str(plan), made(plan))
 
 
 def test_a_wrong_position_is_a_fault():
@@ -117,7 +130,7 @@ def graph(norm_first: bool, whole: bool, **settings: Any) -> ropegraph.pygraph:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_graph_with_attention(norm_first: bool, whole: bool):
-    """Two launches each way, and the numbers of torch alone."""
+    """Two steps each way, and the numbers of torch alone."""
     found: dict[str, dict[str, Tensor]] = {}
     for engines in (None, "torch"):
         g = graph(norm_first, whole, engines=engines)
@@ -125,9 +138,8 @@ def test_a_graph_with_attention(norm_first: bool, whole: bool):
         if engines is None:
             assert g.plan.steps[0].engine == "cuda.rope", g.explain()
             assert len(g.plan.steps) == 2
-            if not whole:
-                assert b.plan.steps[-1].engine == "cuda.rope", b.explain()
-                assert len(b.plan.steps) == 2
+            assert b.plan.steps[-1].engine == "cuda.rope", b.explain()
+            assert len(b.plan.steps) == 2
         pack: dict[str, Tensor] = {}
         for x in (g, b):
             ir = x.plan.graph
@@ -150,8 +162,9 @@ def test_a_graph_with_attention(norm_first: bool, whole: bool):
         assert float((mine - theirs).norm() / theirs.norm()) < 0.02, name
 
 
-def test_captured_and_replayed():
-    given = made(Plan(4, True, r=128, d=128, dim=(2, 4, 64)))
+@pytest.mark.parametrize("whole", [False, True])
+def test_captured_and_replayed(whole: bool):
+    given = made(Plan(4, True, whole=whole, r=128, d=128, dim=(2, 4, 64)))
     want = expected(given)
     exe = build(given)
     there = on_gpu(given)

@@ -150,8 +150,6 @@ def rows(size: Size) -> Iterator[Row]:
             us, count = bench(given), moved(given)
             yield Row(f"norm, rope; no inv_variance; {size}", us, us / alone, count / us / 1e6)
         for norm_first, whole in ((True, False), (False, False), (True, True)):
-            if whole and backward:
-                continue
             given = fused(size, backward, norm_first, whole)
             us, count = bench(given), moved(given)
             what = f"{'norm, rope' if norm_first else 'rope, norm'}{' of all heads' * whole}{word}"

@@ -110,7 +110,7 @@ def made(plan: Plan) -> Case:
     op = NormRopeBackward(
         RmsNormBackward(centred), RopeBackward(**rope.__dict__), plan.norm_first, ("norm", "rope")
     )
-    dscale = torch.full((1, 1, 1, 2 * plan.d), torch.nan, dtype=weight)[..., ::2]
+    dscale = torch.full((1, heads, 1, 2 * plan.d), torch.nan, dtype=weight)[..., ::2]
     outputs = {"dX": out(dtypes[2]), "Dscale": dscale}
     if i % 7 == 3:
         del outputs["dX"]

@@ -14,7 +14,7 @@ from ropegraph.lowering.engine import Step
 from tests.kernels import host
 from tests.kernels.cases import Case
 
-KERNELS = {1: "norm_vector", 2: "norm_any", 3: "norm_sum"}
+KERNELS = {1: "norm_vector", 2: "norm_any", 3: "norm_sum", 4: "mean_vector", 5: "mean_any"}
 
 
 class Recorder(host.Recorder):
@@ -48,7 +48,7 @@ def run(cases: Sequence[Case], where: Path) -> list[tuple[str, ...]]:
         scratch = torch.full((launch.workspace_bytes // 4,), torch.nan)
         launch([*given.env, scratch], 0)
         recorded.append([(variant_for(given.step), each) for each in driver.launches])
-        starts = {offset // 4 for k in (launch.fast, launch.slow) for _, offset in k.sums}
+        starts = {offset // 4 for k in (launch.fast, launch.slow) for _, offset in k.scratch}
         extra.append([scratch, *(scratch[start:] for start in starts)])
     used = dict.fromkeys((v, each.function) for all_ in recorded for v, each in all_)
     program = build(list(used), where)

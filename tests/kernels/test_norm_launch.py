@@ -42,6 +42,22 @@ def test_one_launch_forward_and_a_small_second_one_for_the_weight():
     assert [each.function for each in launches(both)] == [1, 3]
 
 
+def test_over_all_heads_the_gradient_has_a_launch_before_it_with_a_warp_a_token():
+    plan = Plan(1, backward=True, whole=True, dim=(2, 6, 5))
+    mean, main, last = launches(made(plan))
+    assert [each.function for each in (mean, main, last)] == [4, 1, 3]
+    assert mean.threads == main.threads
+    assert mean.grid[0] * mean.threads // 32 >= 2 * 5
+    assert last.grid == (6 * 64 // 8, 1, 1)
+    both = pair(made(plan), made(replace(plan, dim=(2, 2, 5))))
+    assert [each.function for each in launches(both)] == [4, 1, 3]
+    assert launches(both)[-1].grid == (8 * 64 // 8, 1, 1)
+    assert [each.function for each in launches(made(replace(plan, shift=1)))] == [5, 2, 3]
+    without = made(replace(plan, number=5))
+    assert not without.step.has("Dscale")
+    assert [each.function for each in launches(without)] == [4, 1]
+
+
 def test_a_base_off_16_bytes_takes_the_other_kernel():
     given = made(Plan(1))
     for port in ("input", "output", "scale"):
@@ -57,6 +73,9 @@ def test_nothing_to_do(dim: tuple[int, int, int]):
     assert not norm_host.active(given.step)
     last = launches(made(replace(Plan(1, True, source="inv_freq"), dim=dim)))[-1]
     assert last.function == 3, "a gradient of nothing is zero, and has to be written"
+    whole = launches(made(replace(Plan(1, True, whole=True, source="inv_freq"), dim=dim)))
+    # Without heads it has no elements either.
+    assert [each.function for each in whole] == ([3] if dim[1] else [])
 
 
 def test_the_grid_stays_within_limits_and_few_sums_are_left():
@@ -83,6 +102,23 @@ def test_the_grid_stays_within_limits_and_few_sums_are_left():
     }
     launch = norm_host.launcher(replace(given.step, values=values), driver)
     assert launch.workspace_bytes <= 8192 * 64 * 4
+
+
+def test_the_sums_over_all_heads_are_as_few():
+    given = made(Plan(1, True, whole=True, dim=(1, 32, 2)))
+    big = dict.fromkeys(
+        ("dY", "input", "dX"), ((2, 32, 8192, 64), (32 * 8192 * 64, 64, 32 * 64, 1))
+    )
+    big["inv_variance"] = (2, 1, 8192, 1), (8192, 8192, 1, 1)
+    values = {
+        name: replace(v, dim=big[name][0], stride=big[name][1]) if name in big else v
+        for name, v in given.step.values.items()
+    }
+    launch = norm_host.launcher(replace(given.step, values=values), norm_host.Recorder())
+    means = 4 * 2 * 8192
+    # A row of sums holds the heads of all parts; without vectors a part is one head.
+    assert launch.fast.scratch_bytes - means <= 4224 * 8 * 64 * 4
+    assert launch.slow.scratch_bytes - means <= 4224 * 64 * 4
 
 
 def test_a_failed_launch_names_the_step(monkeypatch: pytest.MonkeyPatch):
@@ -131,6 +167,7 @@ def test_what_is_served():
     for plan in (
         Plan(1), Plan(2, norm_first=False), Plan(4, whole=True), Plan(3, True), Plan(7, mixed=True),
         Plan(9, positions="packed", dim=(1, 3, 6)), Plan(2, positions="ids", source="cos_sin"),
+        Plan(1, True, whole=True), Plan(4, True, norm_first=False, whole=True),
     ):  # fmt: skip
         assert CudaRope().why_not(made(plan).step, H200) == ()
     assert "needs a CUDA device" in str(CudaRope().why_not(made(Plan(1)).step, Device()))
@@ -147,7 +184,6 @@ def test_what_is_served():
         (Plan(1), {"scale": {"is_host": True}}, "scale is passed by value"),
         (Plan(1), {"input": {"dim": (2, 3, 5, 520)}}, "rows of more than 512 channels"),
         (Plan(1), {"input": {"dim": (2**20, 1, 2**12, 64)}}, "has 2^31 tokens or more"),
-        (Plan(1, True, whole=True), {}, "over all heads of a token has no kernel"),
     ],
 )
 def test_reasons(plan: Plan, changed: dict[str, Any], text: str):

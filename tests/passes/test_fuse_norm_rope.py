@@ -7,7 +7,7 @@ import pytest
 
 from ropegraph.dtypes import DType
 from ropegraph.ir.graph import Graph
-from ropegraph.ir.ops import NormRope, RmsNorm, RmsNormBackward
+from ropegraph.ir.ops import NormRope, NormRopeBackward, RmsNorm, RmsNormBackward
 from ropegraph.passes import pipeline
 from ropegraph.passes.fuse_norm_rope import fuse_norm_rope
 from ropegraph.passes.merge_rope_qk import merge_rope_qk
@@ -94,6 +94,14 @@ def test_gradients():
     ]
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_gradient_of_a_norm_over_all_heads_is_fused_too(norm_first: bool):
+    g = run(fuse_norm_rope, backward(norm_first, scale="all").graph("dx", "dw"))
+    assert len(g.nodes) == 1
+    assert isinstance(g.nodes[0].attrs, NormRopeBackward)
+    assert g.values["dw"].dim == (1, 6, 1, 8)
+
+
 def read_twice() -> Graph:
     b = norm_first()
     b.scale("other", "n", "z", 2.0)
@@ -167,10 +175,6 @@ REASONS: dict[str, tuple[Graph, str]] = {
         backward(norm_first=False).graph("dx", "dw", "r"), "'r' is a visible output or saved",
     ),
     "another": (undone_otherwise(), "'rope_b' does not undo the rotation of 'rope'"),
-    "all heads": (
-        backward(scale="all").graph("dx", "dw"),
-        "'norm_b' normalises all heads of a token together; its gradient is a launch of its own",
-    ),
 }  # fmt: skip
 
 

@@ -26,8 +26,9 @@ _SMALL_EPSILON, _SMALL_MEAN = 1e-25, 1e-20
 class NormJob:
     """A rotation and the norm beside it.  Slots are -1 where there is no such tensor.
 
-    x: what the backward reads beside dY.  scale_stride: from head to head and from channel to
-    channel.  inverse_stride: along b, h and s.  is_whole: all heads of a token are one row.
+    x: what the backward reads beside dY.  scale_stride, dscale_stride: from head to head and from
+    channel to channel.  inverse_stride: along b, h and s.  is_whole: all heads of a token are one
+    row.
     """
 
     rope: Job
@@ -42,7 +43,7 @@ class NormJob:
     inverse: int
     inverse_stride: tuple[int, int, int]
     dscale: int
-    dscale_stride: int
+    dscale_stride: tuple[int, int]
     epsilon: float
     zero_centered: bool
 
@@ -54,7 +55,7 @@ class NormJob:
 
     @property
     def size(self) -> int:
-        """Numbers whose squares are added up."""
+        """Numbers whose squares are added up; a row of sums of the gradient of the weight."""
         _, h, _, d = self.rope.dim
         return h * d if self.is_whole else d
 
@@ -99,20 +100,22 @@ def _job(step: Step, rotation: Step) -> NormJob:
     (rope,) = jobs_of(rotation)
     scale = side_of(step, "scale")
     inverse = side_of(step, "inv_variance").stride if step.has("inv_variance") else (0, 0, 0, 0)
+    dscale = step.value("Dscale").stride if step.has("Dscale") else (0, 0, 0, 0)
+    is_whole = is_over_heads(step.value("scale").dim)
     return NormJob(
         rope=rope,
         is_backward=is_backward,
         norm_first=attrs.norm_first,
-        is_whole=is_over_heads(step.value("scale").dim),
+        is_whole=is_whole,
         y_slot=step.slot("dX" if is_backward else "output"),
         x=side_of(step, "input") if is_backward else None,
         scale=scale.slot,
         scale_dtype=scale.dtype,
         scale_stride=(scale.stride[1], scale.stride[3]),
         inverse=step.slot("inv_variance"),
-        inverse_stride=inverse[:3],
+        inverse_stride=(inverse[0], 0 if is_whole else inverse[1], inverse[2]),
         dscale=step.slot("Dscale"),
-        dscale_stride=step.value("Dscale").stride[3] if step.has("Dscale") else 0,
+        dscale_stride=(dscale[1], dscale[3]),
         epsilon=attrs.norm.epsilon if isinstance(attrs, NormRope) else 0.0,
         zero_centered=attrs.norm.zero_centered,
     )

@@ -33,9 +33,9 @@ class NormFields(ctypes.Structure):
 
     _fields_ = [
         ("x", _POINTER), ("scale", _POINTER), ("inverse", _POINTER), ("sums", _POINTER),
-        ("dscale", _POINTER),
+        ("dscale", _POINTER), ("means", _POINTER),
         ("x_b", _I64), ("x_h", _I64), ("x_s", _I64), ("x_d", _I64),
-        ("scale_h", _I64), ("scale_d", _I64), ("dscale_d", _I64),
+        ("scale_h", _I64), ("scale_d", _I64), ("dscale_h", _I64), ("dscale_d", _I64),
         ("inverse_b", _I64), ("inverse_h", _I64), ("inverse_s", _I64),
         ("items_magic", ctypes.c_uint64), ("items", _I64),
         ("tiles", _I32), ("warps", _I32),
@@ -53,41 +53,61 @@ class NormParams(ctypes.Structure):
 class _NormKernel(Kernel):
     """A kernel for given jobs.
 
-    sums: word of the block and byte offset in the scratch memory, for each job with a Dscale.
+    mean: the kernel that comes before it where all heads are one row of the gradient.
+    scratch: word of the block and byte offset in the scratch memory, for what lies there.
     """
 
-    def __init__(self, function: int, jobs: Sequence[NormJob], shape: NormShape, flag: int) -> None:
+    def __init__(
+        self, function: int, mean: int, jobs: Sequence[NormJob], shape: NormShape, flag: int
+    ) -> None:
         base = shape.base
         batch = max(1, *(job.rope.dim[0] for job in jobs))
         grid = grid_of(batch, base.tiles, base.parts, base.warps, base.log_group)
         blocks = grid.blocks
         if jobs[0].is_backward:
-            rows = sum(shape.sum_rows(i) for i in range(len(jobs)))
-            blocks = (-(-rows // base.warps), 1, 1)
-            assert blocks[0] <= MAX_X, blocks
+            workers = sum(shape.workers(i) for i in range(len(jobs)))
+            blocks = _blocks(workers, base.warps)
         params = NormParams()
         params.rope = packed([job.rope for job in jobs], base, grid, flag)
         for nth, job in enumerate(jobs):
             _pack((params.first, params.second)[nth], job, shape, nth)
         super().__init__(function, blocks, base.warps * LANES, params, _pointers(jobs, base.vec))
-        self.sums: list[tuple[int, int]] = []
+        self.scratch: list[tuple[int, int]] = []
         self.sum_blocks = self.scratch_bytes = 0
+        self.mean, self.mean_blocks = mean, (0, 1, 1)
         for nth, job in enumerate(jobs):
             if job.dscale >= 0:
-                self.sums.append((_word(nth, "sums"), self.scratch_bytes))
-                self.sum_blocks += -(-job.rope.dim[3] // SUM_COLUMNS)
-                self.scratch_bytes += 4 * max(1, shape.sum_rows(nth) * job.rope.dim[3])
+                self._reserve(_word(nth, "sums"), shape.sum_rows(nth, job) * job.size)
+                self.sum_blocks += -(-job.size // SUM_COLUMNS)
+        if jobs[0].is_backward and jobs[0].is_whole:
+            items = [shape.items(nth, job) for nth, job in enumerate(jobs)]
+            self.mean_blocks = _blocks(sum(items), base.warps)
+            for nth, count in enumerate(items):
+                self._reserve(_word(nth, "means"), count)
+
+    def _reserve(self, word: int, floats: int) -> None:
+        self.scratch.append((word, self.scratch_bytes))
+        self.scratch_bytes += 4 * max(1, floats)
 
     def patch(self, env: Sequence[Tensor]) -> int:
-        if self.sums:
+        if self.scratch:
             words, scratch = self.block.words, env[-1].data_ptr()
-            for word, offset in self.sums:
+            for word, offset in self.scratch:
                 words[word] = scratch + offset
         return super().patch(env)
 
 
+def _blocks(warps: int, each: int) -> tuple[int, int, int]:
+    blocks = -(-warps // each)
+    assert blocks <= MAX_X, blocks
+    return blocks, 1, 1
+
+
 class NormLaunch(Launcher[_NormKernel]):
-    """Runs one step: one launch, and a small one behind it where a weight's gradient is wanted."""
+    """Runs one step: one launch, and a small one behind it where a weight's gradient is wanted.
+
+    Where all heads are one row, the gradient has a launch before both, for what all of them share.
+    """
 
     def __init__(
         self, name: str, jobs: Sequence[NormJob], loaded: Loaded, vec: int, flag: Tensor | None
@@ -96,8 +116,13 @@ class NormLaunch(Launcher[_NormKernel]):
         shape, single = norm_shape(jobs, vec), norm_shape(jobs, 1)
         # Blocks of both kernels have as many warps: that is compiled into them.
         single = replace(single, base=replace(single.base, warps=shape.base.warps))
-        slow = _NormKernel(kernels["norm_any"], jobs, single, where)
-        fast = slow if vec == 1 else _NormKernel(kernels["norm_vector"], jobs, shape, where)
+
+        def made(width: str, own: NormShape) -> _NormKernel:
+            mean = kernels.get(f"mean_{width}", 0)
+            return _NormKernel(kernels[f"norm_{width}"], mean, jobs, own, where)
+
+        slow = made("any", single)
+        fast = slow if vec == 1 else made("vector", shape)
         super().__init__(name, loaded, slow, fast, flag)
         self.sum = kernels.get("norm_sum", 0)
         self.workspace_bytes = max(slow.scratch_bytes, fast.scratch_bytes)
@@ -105,6 +130,8 @@ class NormLaunch(Launcher[_NormKernel]):
     def __call__(self, env: Sequence[Tensor], stream: int) -> None:
         kernel = self.patched(env)
         address = kernel.block.address
+        if kernel.mean_blocks[0]:
+            self.launch(kernel.mean, kernel.mean_blocks, kernel.threads, stream, address)
         if 0 not in kernel.blocks:
             self.launch(kernel.function, kernel.blocks, kernel.threads, stream, address)
         if kernel.sum_blocks:
@@ -135,10 +162,10 @@ def _pack(to: NormFields, job: NormJob, shape: NormShape, nth: int) -> None:
     if job.x is not None:
         to.x_b, to.x_h, to.x_s, to.x_d = job.x.stride
     to.scale_h, to.scale_d = job.scale_stride
-    to.dscale_d = job.dscale_stride
+    to.dscale_h, to.dscale_d = job.dscale_stride
     to.inverse_b, to.inverse_h, to.inverse_s = job.inverse_stride
     tiles = shape.base.cuts[nth].tiles
-    to.tiles, to.items, to.warps = tiles, job.rope.dim[0] * tiles, shape.warps[nth]
+    to.tiles, to.items, to.warps = tiles, shape.items(nth, job), shape.warps[nth]
     to.items_magic = magic(tiles)
     to.epsilon, to.small = job.epsilon, job.small
     to.per, to.centre = 1.0 / max(job.size, 1), float(job.zero_centered)

@@ -10,11 +10,15 @@
 // from token to token with the same heads: it adds up the gradient of the weight in registers and
 // leaves one row of sums behind. norm_sum adds up those rows, always in the same order.
 //
+// Where all heads of a token are one row of the norm, the backward takes two passes: one warp a token
+// leaves the mean that dX needs, and then a warp keeps to as many heads as it holds at once, so that
+// each of its lanes adds up the weight of one head.
+//
 // Specialised at build by ROPE_IN, ROPE_OUT and other macros of rope.cu (the backward reads dY as
 // ROPE_IN and writes dX as ROPE_OUT), and by:
 //   NORM_BACKWARD                1: the gradients
 //   NORM_FIRST                   1: the norm comes before the rotation in the forward
-//   NORM_WHOLE                   1: all heads of a token are normalised together; forward alone
+//   NORM_WHOLE                   1: all heads of a token are normalised together
 //   NORM_X, NORM_SCALE           element types of what the backward reads as input, of the weight
 //   NORM_VEC                     V of norm_vector: 8, 4 or 2; 1 leaves norm_any alone
 //   NORM_TURNS, NORM_PASSES      vectors a lane; NORM_ANY_TURNS, NORM_ANY_PASSES those of norm_any
@@ -34,10 +38,12 @@ struct Norm {
   const NORM_X* x;                     // backward: the input of the forward
   const NORM_SCALE* scale;
   float* inverse;                      // inv_variance; the forward writes it unless it is null
-  float* sums;                         // backward: a row of d for each warp; null: not wanted
+  float* sums;                         // backward: a row of d for each warp, or of all heads for
+                                       // the warps of all parts; null: not wanted
   NORM_SCALE* dscale;
+  float* means;                        // backward over all heads: of g n, of each token
   long long x_b, x_h, x_s, x_d;
-  long long scale_h, scale_d, dscale_d;
+  long long scale_h, scale_d, dscale_h, dscale_d;
   long long inverse_b, inverse_h, inverse_s;
   unsigned long long items_magic;      // 2^64 / tiles, rounded up; 0 if tiles is 1
   long long items;                     // backward: batch entries times tiles
@@ -568,7 +574,90 @@ __device__ inline bool is_zero(Row<V, T, P>& row, const Split& split, int lane) 
   return !(__ballot_sync(kAll, is_any) & lanes << rows_before(split, lane) * split.lanes);
 }
 
-// A part of the heads of every token that this warp comes to; `warp` of norm.warps.
+#if NORM_WHOLE
+
+// Positive and finite, subnormal numbers among them. The forward leaves something else of rows of
+// Inf or NaN, and of zeros without an epsilon.
+__device__ inline bool is_usual(float inverse) {
+  return __float_as_uint(inverse) - 1u < 0x7f7fffffu;
+}
+
+// The mean over all heads that the gradient of a token needs; 0 where nothing comes back for it.
+template <int V, int T, int P, int A>
+__device__ inline void norm_mean(const Job& job, const Norm& norm, unsigned item, int lane) {
+  const Split& split = job.turn;
+  const Seat seat(split, lane);
+  const Places<V, T, P> in(job, seat, ROPE_READ_PAIRS), out(job, seat, ROPE_WRITE_PAIRS);
+  const Places<V, T, P>& weighed = kFirst ? out : in;
+  const int b = quotient(item, norm.items_magic);
+  const int s = static_cast<int>(item - static_cast<long long>(b) * norm.tiles);
+  const Token token = token_of(job, b, s, lane);
+  if (token.fate == Fate::kFill) {
+    if (lane == 0) norm.means[item] = 0.0f;
+    return;
+  }
+  const ROPE_IN* dy = job.x + token.x;
+  const NORM_X* x = norm.x + b * norm.x_b + s * norm.x_s;
+  const float inverse = norm.inverse[b * norm.inverse_b + s * norm.inverse_s];
+
+  Packed<ROPE_IN, V, T, P> held_dy;
+  Packed<NORM_X, V, T, P> held_x;
+  int wanted = seat.head;
+  const auto load = [&] {
+    const bool is_there = wanted < job.heads;
+    const int head = is_there ? wanted : 0;
+    held_dy.load(dy + head * job.x_h, in, job.x_d, is_there);
+    held_x.load(x + head * norm.x_h, out, norm.x_d, is_there);
+    wanted += split.heads;
+  };
+  load();
+  Turn<V> turn[T];
+  turn_of<V, T, A>(job, token, seat, lane, turn);
+  if constexpr (!kFirst) {
+#pragma unroll
+    for (int t = 0; t < T; ++t) {
+      const Turn<V> back = turn[t];
+      reverse(back, turn[t]);
+    }
+  }
+  const float scale = pass_scale(job, token, seat);
+
+  float sum = 0.0f;
+  bool is_any = false;
+  for (int unit = 0; unit < job.heads; unit += split.heads) {
+    const int head = unit + seat.head;
+    const bool is_there = head < job.heads;
+    Row<V, T, P> grad = held_dy.template wide<ROPE_READ_PAIRS>();
+    Row<V, T, P> n = held_x.template wide<ROPE_WRITE_PAIRS>();
+    load();
+    turn_row(turn, job.factor, scale, kFirst ? grad : n);
+    grad.each([&](float& value) { is_any |= value != 0.0f; });
+    n.each([&](float& value) { value = times(value, is_there ? inverse : 0.0f); });
+    const Row<V, T, P> weight = weight_of(norm, weighed, is_there ? head : 0, is_there);
+    grad.with(weight, [](float& value, float w) { value = times(value, w); });
+    sum = plus(sum, dot(grad, n));
+  }
+  sum = lane_sum(sum, lane, 1, kLanes) * norm.per;
+  const bool is_silent = !__ballot_sync(kAll, is_any);
+  if (lane == 0) norm.means[item] = is_silent ? 0.0f : sum;
+}
+
+// grid.x: blocks of warps, each with a token of one job after the other.
+template <int V, int T, int P, int A>
+__device__ inline void mean_walk(const NormParams& p) {
+  const int lane = threadIdx.x % kLanes;
+  long long item = static_cast<long long>(blockIdx.x) * NORM_WARPS + threadIdx.x / kLanes;
+  const bool is_second = item >= p.norm[0].items;
+  if (is_second) item -= p.norm[0].items;
+  const Norm& norm = p.norm[is_second];
+  if (item >= norm.items) return;
+  norm_mean<V, T, P, A>(p.rope.job[is_second], norm, static_cast<unsigned>(item), lane);
+}
+
+#endif
+
+// A part of the heads of every token that this warp comes to; `warp` of norm.warps. Over all heads a
+// part is what a warp holds at once: weight and sums of a lane are those of one head.
 template <int V, int T, int P, int A>
 __device__ inline void norm_items(const Job& job, const Norm& norm, int part, int warp, int lane) {
   const Split& split = job.turn;
@@ -576,7 +665,10 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
   const Places<V, T, P> in(job, seat, ROPE_READ_PAIRS), out(job, seat, ROPE_WRITE_PAIRS);
   const Places<V, T, P>& weighed = kFirst ? out : in;
   const int from = part * job.part_heads, to = min(from + job.part_heads, job.heads);
-  const Row<V, T, P> weight = weight_of(norm, weighed, 0, true);
+  const int only = NORM_WHOLE ? from + seat.head : 0;  // the head of the weight
+  const Row<V, T, P> weight =
+      NORM_WHOLE ? weight_of(norm, weighed, only < to ? only : 0, only < to)
+                 : weight_of(norm, weighed, 0, true);
   __shared__ Kept block_kept[kKeeps ? NORM_WARPS : 1][kKeeps ? T * V : 1][kLanes];
   Kept(*const kept)[kLanes] = block_kept[kKeeps ? threadIdx.x / kLanes : 0];
   if constexpr (kKeeps) {
@@ -614,6 +706,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       wanted += split.heads;
     };
     load();
+    const float whole_mean = NORM_WHOLE ? norm.means[item] : 0.0f;
     Turn<V> turn[T], forth[T];
     turn_of<V, T, A>(job, token, seat, lane, turn);
     if constexpr (kKeeps) {
@@ -642,7 +735,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       Row<V, T, P> grad = held_dy.template wide<ROPE_READ_PAIRS>();
       Row<V, T, P> n = held_x.template wide<ROPE_WRITE_PAIRS>();
       float own = inverse;
-      load();
+      if constexpr (!NORM_WHOLE) load();
       asm volatile("" ::: "memory");  // what is kept must not go back into registers
       if constexpr (kFirst) turn_back(grad);
       else turn_forth(n);
@@ -651,11 +744,19 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       n.each([&](float& value) { value = times(value, own); });
       // Where nothing comes back for a row nothing is asked of x: padding may hold NaN, and has no
       // number for its inverse then.
+#if NORM_WHOLE
+      // The row is the whole token. Its mean is NaN then, unless nothing comes back or n is 0 anyway.
+      if (is_dead || (!is_usual(own) && whole_mean == 0.0f)) {
+        n.each([](float& value) { value = 0.0f; });
+        own = 0.0f;
+      }
+#else
       if (__ballot_sync(kAll, is_there && (is_dead || !(own > 0.0f)))) {  // of the whole warp
         const bool is_silent = is_zero(grad, split, lane);
         n.each([&](float& value) { value = is_silent ? 0.0f : value; });
         own = is_silent ? 0.0f : own;
       }
+#endif
 #pragma unroll
       for (int k = 0; k < V; ++k) {
 #pragma unroll
@@ -682,7 +783,8 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
       } else {
         grad.with(weight, [](float& value, float w) { value = times(value, w); });
       }
-      const float mean = lane_sum(dot(grad, n), lane, 1, split.lanes) * norm.per;
+      const float mean =
+          NORM_WHOLE ? whole_mean : lane_sum(dot(grad, n), lane, 1, split.lanes) * norm.per;
       grad.with(n, [&](float& g, float value) { g = times(own, fused(minus(value), mean, g)); });
       if constexpr (!kFirst) turn_back(grad);
       if (is_dead) grad.each([&](float& value) { value = token.value; });
@@ -694,10 +796,15 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
     }
   }
   if (!norm.sums) return;
+#if NORM_WHOLE
+  if (only >= to) return;
+  float* row = norm.sums + (static_cast<long long>(warp) * job.heads + only) * job.dim;
+#else
   // Lanes that hold the same channels of other heads and tokens.
   sums.each([&](float& value) { value = lane_sum(value, lane, split.lanes, kLanes); });
   if (lane >= split.lanes) return;
   float* row = norm.sums + (static_cast<long long>(part) * norm.warps + warp) * job.dim;
+#endif
 #pragma unroll
   for (int k = 0; k < V; ++k) {
     // The channel of the k-th number of vector pairs (a, c), as wide() takes them.
@@ -741,14 +848,21 @@ struct Sums {
   float of[kSumWarps][kSumColumns];
 };
 
+// Channels of a row of sums.
+__device__ inline int sum_width(const Job& job) {
+  return NORM_WHOLE ? job.heads * job.dim : job.dim;
+}
+
 // A block adds up kSumColumns columns: grid.x those of one job after those of the other.
 __device__ inline const Norm* summed(const NormParams& p, int lane, int& column, int& rows,
-                                     int& dim) {
-  const int before = p.norm[0].sums ? (p.rope.job[0].dim + kSumColumns - 1) / kSumColumns : 0;
+                                     int& width, int& dim) {
+  const int first = sum_width(p.rope.job[0]);
+  const int before = p.norm[0].sums ? (first + kSumColumns - 1) / kSumColumns : 0;
   const bool is_second = static_cast<int>(blockIdx.x) >= before;
   column = (blockIdx.x - (is_second ? before : 0)) * kSumColumns + lane % kSumColumns;
   const int parts = is_second ? p.rope.parts - p.rope.first_parts : p.rope.first_parts;
-  rows = parts * p.norm[is_second].warps;
+  rows = (NORM_WHOLE ? 1 : parts) * p.norm[is_second].warps;
+  width = sum_width(p.rope.job[is_second]);
   dim = p.rope.job[is_second].dim;
   return &p.norm[is_second];
 }
@@ -756,15 +870,15 @@ __device__ inline const Norm* summed(const NormParams& p, int lane, int& column,
 // Four rows a warp at a time, each warp every kSumWarps-th four.
 __device__ inline void sum_rows(const NormParams& p, Sums& held) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
-  int column, rows, dim;
-  const Norm* norm = summed(p, lane, column, rows, dim);
+  int column, rows, width, dim;
+  const Norm* norm = summed(p, lane, column, rows, width, dim);
   constexpr int four = kLanes / kSumColumns, step = four * kSumWarps;
   float sum = 0.0f;
-  if (column < dim) {
+  if (column < width) {
     const float* from = norm->sums + column;
 #pragma unroll 8
     for (int row = warp * four + lane / kSumColumns; row < rows; row += step) {
-      sum = plus(sum, from[static_cast<long long>(row) * dim]);
+      sum = plus(sum, from[static_cast<long long>(row) * width]);
     }
   }
   sum = lane_sum(sum, lane, kSumColumns, kLanes);
@@ -774,18 +888,19 @@ __device__ inline void sum_rows(const NormParams& p, Sums& held) {
 __device__ inline void sum_warps(const NormParams& p, const Sums& held) {
   const int lane = threadIdx.x % kLanes;
   if (threadIdx.x >= kLanes) return;
-  int column, rows, dim;
-  const Norm* norm = summed(p, lane, column, rows, dim);
+  int column, rows, width, dim;
+  const Norm* norm = summed(p, lane, column, rows, width, dim);
   float sum = 0.0f;
 #pragma unroll
   for (int warp = lane / kSumColumns; warp < kSumWarps; warp += kLanes / kSumColumns) {
     sum = plus(sum, held.of[warp][lane % kSumColumns]);
   }
   sum = lane_sum(sum, lane, kSumColumns, kLanes);
-  if (lane < kSumColumns && column < dim) {
+  if (lane < kSumColumns && column < width) {
+    const int head = NORM_WHOLE ? column / dim : 0;
     Vec<NORM_SCALE, 1> rounded;
     rounded.set(0, sum, sum);
-    rounded.store(norm->dscale + column * norm->dscale_d);
+    rounded.store(norm->dscale + head * norm->dscale_h + (column - head * dim) * norm->dscale_d);
   }
 }
 
@@ -804,6 +919,20 @@ extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32, 8 / NORM_WARPS)
     norm_any(const __grid_constant__ NormParams p) {
   norm_walk<1, NORM_ANY_TURNS, NORM_ANY_PASSES, 1>(p);
 }
+
+#if NORM_BACKWARD && NORM_WHOLE
+#if NORM_VEC > 1
+extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32, NORM_RESIDENT / NORM_WARPS)
+    mean_vector(const __grid_constant__ NormParams p) {
+  mean_walk<NORM_VEC, NORM_TURNS, NORM_PASSES, NORM_ANGLES>(p);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(NORM_WARPS * 32, 8 / NORM_WARPS)
+    mean_any(const __grid_constant__ NormParams p) {
+  mean_walk<1, NORM_ANY_TURNS, NORM_ANY_PASSES, 1>(p);
+}
+#endif
 
 #if NORM_BACKWARD
 extern "C" __global__ void __launch_bounds__(1024)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from ropegraph.dtypes import DType, short
 from ropegraph.engines.cuda_rope.norm import NormJob, fused_parts, norm_jobs, rotation_steps
 from ropegraph.engines.cuda_rope.rules import not_served, why_not_rope
-from ropegraph.ir.norm import is_over_heads
-from ropegraph.ir.ops import NormRopeBackward
 from ropegraph.lowering.engine import Step
 
 MAX_WIDTH = 512  # channels of a head row: what a warp holds in registers
@@ -20,7 +18,6 @@ def why_not_norm(step: Step) -> list[str]:
     for single in fused_parts(step):
         own = replace(step, node=single)
         attrs, x = single.attrs, own.value("input")
-        is_backward = isinstance(attrs, NormRopeBackward)
         if attrs.norm.compute is DType.DOUBLE:
             broken.append("computes in fp32, fp64 is asked for")
         for port in ("input", "scale"):
@@ -38,8 +35,6 @@ def why_not_norm(step: Step) -> list[str]:
             broken.append("heads in two levels")
         if attrs.rope.numerics != "fp32":
             broken.append(f"numerics={attrs.rope.numerics!r} rounds between norm and rotation")
-        if is_backward and is_over_heads(own.value("scale").dim):
-            broken.append("the gradient of a norm over all heads of a token has no kernel")
         if x.dim[0] * x.dim[2] >= 2**31:
             broken.append(f"input {list(x.dim)} has 2^31 tokens or more")
         broken += [f"{p} is passed by value" for p in single.inputs if own.value(p).is_host]

@@ -32,9 +32,17 @@ class NormShape:
     passes: int
     warps: tuple[int, ...]
 
-    def sum_rows(self, nth: int) -> int:
-        """Rows of sums that the backward leaves for job ``nth``."""
+    def items(self, nth: int, job: NormJob) -> int:
+        """Tiles of all batch entries of job ``nth``; none where there are no heads."""
+        return job.rope.dim[0] * self.base.cuts[nth].tiles if job.rope.dim[1] else 0
+
+    def workers(self, nth: int) -> int:
+        """Warps that the backward has for job ``nth``."""
         return self.base.cuts[nth].parts * self.warps[nth]
+
+    def sum_rows(self, nth: int, job: NormJob) -> int:
+        """Rows of sums that it leaves for them: over all heads the parts lie in one row."""
+        return self.warps[nth] if job.is_whole else self.workers(nth)
 
 
 def widest_vector(jobs: Sequence[NormJob]) -> int:
@@ -118,7 +126,11 @@ def _log_tokens(job: NormJob, lanes: int) -> int:
 
 
 def _cut(job: NormJob, vec: int, lanes: int, log_tokens: int) -> Cut:
-    """An even share of the heads for each warp, in whole units; all of them if they are one row."""
+    """An even share of the heads for each warp, in whole units.
+
+    Where they are one row, a warp of the forward has all of them, and one of the backward a unit:
+    it adds up the gradient of a weight that is each head's own.
+    """
     rope = job.rope
     turn = Split(lanes, log_tokens, LANES // (lanes << log_tokens))
     units = max(1, -(-rope.dim[1] // turn.heads))
@@ -126,6 +138,6 @@ def _cut(job: NormJob, vec: int, lanes: int, log_tokens: int) -> Cut:
     most *= max(1, UNIT_BYTES // (vec * rope.x.dtype.itemsize))
     part_heads = -(-units // -(-units // most)) * turn.heads
     if job.is_whole:
-        part_heads = max(rope.dim[1], 1)
+        part_heads = turn.heads if job.is_backward else max(rope.dim[1], 1)
     tiles = -(-rope.dim[2] >> turn.log_tokens)
     return Cut(turn, turn, part_heads, max(1, -(-rope.dim[1] // part_heads)), tiles)

@@ -19,7 +19,10 @@ FLIGHT = 2
 
 @dataclass(frozen=True)
 class NormVariant(Unit):
-    """One translation unit: norm_vector for ``vec`` > 1, norm_any, and norm_sum in the backward."""
+    """One translation unit: norm_vector for ``vec`` > 1, norm_any, and norm_sum in the backward.
+
+    Over all heads the backward has mean_vector and mean_any as well.
+    """
 
     kind: Kind
     is_backward: bool
@@ -76,8 +79,10 @@ class NormVariant(Unit):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        vector = ("norm_vector",) if self.vec > 1 else ()
-        return (*vector, "norm_any", *(("norm_sum",) if self.is_backward else ()))
+        widths = ("vector", "any") if self.vec > 1 else ("any",)
+        passes = ("mean", "norm") if self.is_backward and self.is_whole else ("norm",)
+        found = tuple(f"{name}_{width}" for name in passes for width in widths)
+        return (*found, "norm_sum") if self.is_backward else found
 
 
 def source() -> str:
