@@ -147,6 +147,8 @@ def test_padding_poisons_nothing(norm_first: bool, tmp_path: Path):
             given.at(port)[:, :, dead] = torch.nan
         given.at("input")[-1, :, 4] = torch.inf
         given.at("inv_variance")[-1, :, 4] = 0.0
+        # A row of zeros, without an epsilon.
+        given.at("input")[0, 0, 4], given.at("inv_variance")[0, 0, 4] = 0.0, torch.inf
         # A norm behind a rotation knows of no sequences: a gradient of theirs would count.
         given.at("dY")[:, :, 3 : 5 if norm_first else 6] = 0.0
         cases.append((str(plan), given))

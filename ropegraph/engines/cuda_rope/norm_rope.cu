@@ -574,13 +574,13 @@ __device__ inline bool is_zero(Row<V, T, P>& row, const Split& split, int lane) 
   return !(__ballot_sync(kAll, is_any) & lanes << rows_before(split, lane) * split.lanes);
 }
 
-#if NORM_WHOLE
-
 // Positive and finite, subnormal numbers among them. The forward leaves something else of rows of
 // Inf or NaN, and of zeros without an epsilon.
 __device__ inline bool is_usual(float inverse) {
   return __float_as_uint(inverse) - 1u < 0x7f7fffffu;
 }
+
+#if NORM_WHOLE
 
 // The mean over all heads that the gradient of a token needs; 0 where nothing comes back for it.
 template <int V, int T, int P, int A>
@@ -751,7 +751,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
         own = 0.0f;
       }
 #else
-      if (__ballot_sync(kAll, is_there && (is_dead || !(own > 0.0f)))) {  // of the whole warp
+      if (__ballot_sync(kAll, is_there && (is_dead || !is_usual(own)))) {  // of the whole warp
         const bool is_silent = is_zero(grad, split, lane);
         n.each([&](float& value) { value = is_silent ? 0.0f : value; });
         own = is_silent ? 0.0f : own;
