@@ -247,3 +247,15 @@ def test_a_split_of_channels() -> None:
         qkv_attention(torch.randn(2, 6, 8), FREQS, split=(4, 2, 2))
     with pytest.raises(rg.GraphError, match=r"qkv_attention: split=\[4, 2, 4\] .* up to 10; give"):
         qkv_attention(torch.randn(2, 6, 64), FREQS, split=(4, 2, 4))
+
+
+def test_documents_without_rows_change_nothing() -> None:
+    """Bounds padded to one length, and max_seqlen rounded up, as the docs say."""
+    bounds = torch.tensor([0, 2, 6])
+    padded = torch.cat((bounds, bounds[-1:].expand(3)))
+    x = torch.randn(1, 4, 6, 8)
+    given = {"half_width": True, "is_causal": True}
+    want = attention(x, x, x, FREQS, cu_seqlens=bounds, max_seqlen=4, **given)
+    got = attention(x, x, x, torch.randn(8, 4).copy_(torch.cat((FREQS, FREQS[:2]))),
+                    cu_seqlens=padded, max_seqlen=8, **given)  # fmt: skip
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ropegraph.nn import RotaryAttention
+from ropegraph.functional import rope
+from ropegraph.nn import RotaryAngles, RotaryAttention
 from tests.angles.hf import hf
 
 B, S, E, H_Q, H_KV, D = 2, 21, 60, 6, 2, 8
@@ -80,3 +81,20 @@ def test_angles_have_the_bits_of_theirs() -> None:
         _, _, angles, ours = pair("Llama", rope)
         assert torch.equal(ours.angles.inv_freq, angles.inv_freq)
         assert ours.angles.attention_factor == angles.attention_scaling
+
+
+def test_a_part_of_each_head_as_gpt_neox_turns_it() -> None:
+    """rotary_pct of its configuration says how wide, and the functions are told which channels."""
+    module = hf("models.gpt_neox.modeling_gpt_neox")
+    config = hf("models.gpt_neox").GPTNeoXConfig(
+        hidden_size=H_Q * 2 * D, num_attention_heads=H_Q, rotary_pct=0.5
+    )
+    x = torch.randn(B, H_Q, S, 2 * D)
+    cos, sin = module.GPTNeoXRotaryEmbedding(config)(x, torch.arange(S)[None])
+    want, _ = module.apply_rotary_pos_emb(x, x, cos, sin)
+    made = RotaryAngles(config)()
+    assert (made["rope_dim"], made["rope_offset"]) == (D, 0)
+    ids = torch.arange(S)[None]
+    torch.testing.assert_close(rope(x, **made, position_ids=ids), want, atol=1e-5, rtol=1e-5)
+    by_table = rope(x, cos=cos, sin=sin, rope_dim=D, rope_offset=0)
+    torch.testing.assert_close(by_table, want, atol=1e-6, rtol=1e-6)
