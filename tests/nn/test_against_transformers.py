@@ -77,8 +77,8 @@ def test_results_gradients_and_decoding(family: str, rope: str) -> None:
 
 
 def test_angles_have_the_bits_of_theirs() -> None:
-    for rope in ROPES:
-        _, _, angles, ours = pair("Llama", rope)
+    for name in ROPES:
+        _, _, angles, ours = pair("Llama", name)
         assert torch.equal(ours.angles.inv_freq, angles.inv_freq)
         assert ours.angles.attention_factor == angles.attention_scaling
 
