@@ -76,9 +76,19 @@ def cells(title: str) -> list[list[str]]:
 def test_the_picture_is_of_its_first_graph() -> None:
     scope: dict[str, Any] = {}
     exec(compile(blocks(ROOT / "README.md", "python")[0], "README.md", "exec"), scope)
-    for stage in ("recorded", "lowered"):
-        drawn = ROOT / "docs" / "images" / f"{stage}.svg"
-        assert drawn.read_text(encoding="utf-8") == scope["g"].to_svg(stage)
+    both = [scope["g"].to_svg(stage) for stage in ("recorded", "lowered")]
+    drawn = ROOT / "docs" / "images" / "fold.svg"
+    assert drawn.read_text(encoding="utf-8") == side_by_side(both)
+
+
+def side_by_side(svgs: list[str]) -> str:
+    """One picture of several."""
+    sizes = [re.search(r'width="(\d+)" height="(\d+)"', svg) for svg in svgs]
+    wide, high = ([int(size[i]) for size in sizes if size] for i in (1, 2))
+    lefts = [sum(wide[:i]) for i in range(len(wide))]
+    inner = (s.replace("<svg ", f'<svg x="{x}" ', 1) for s, x in zip(svgs, lefts, strict=True))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(wide)}" height="{max(high)}">'
+    return "\n".join((head, *inner, "</svg>", ""))
 
 
 def served(op: str, dtype: str) -> str:
