@@ -87,11 +87,7 @@ def _kept(step: Step, graph: Graph, env: Sequence[Any]) -> list[tuple[Tensor, Te
 def _copy(x: Any) -> Tensor:
     """A copy with the same strides, gaps between elements included."""
     x = (x if isinstance(x, Tensor) else torch.from_dlpack(x)).detach()
-    if 0 in x.shape:
-        return x.clone()
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    whole = torch.empty(span, dtype=x.dtype, device=x.device)
-    return whole.as_strided(x.shape, x.stride()).copy_(x)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _restore(kept: Sequence[tuple[Tensor, Tensor]]) -> None:

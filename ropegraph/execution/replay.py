@@ -49,7 +49,6 @@ class Shortcuts:
 
     def __init__(self) -> None:
         self._known: dict[Addresses, _Shortcut] = {}
-        self._newest: _Shortcut | None = None
 
     def __call__(self, pack: Mapping[Any, Any]) -> bool:
         """Launch for a known pack on its stream, if nobody captures meanwhile; else False."""
@@ -79,7 +78,7 @@ class Shortcuts:
         try:
             addresses = addresses_of(buffers)
             # Packs that take turns mostly have one form: a check of it takes as long as a launch.
-            newest = self._newest
+            newest = next(reversed(self._known.values()), None)
             is_alike = newest and newest.keys == keys and newest.has_form(*buffers)
             has_form = newest.has_form if newest and is_alike else form_check(buffers)
         except RuntimeError:
@@ -87,8 +86,8 @@ class Shortcuts:
         changed = {bound[i] for i in replays.written}
         written = [i for i, address in enumerate(addresses) if address in changed]
         stream, index = replays.stream, replays.device.index or 0
-        self._newest = _Shortcut(keys, has_form, written, graph, stream, index, replays.launch)
-        _keep(self._known, addresses, self._newest)
+        found = _Shortcut(keys, has_form, written, graph, stream, index, replays.launch)
+        _keep(self._known, addresses, found)
 
 
 class Replays:

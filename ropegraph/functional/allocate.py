@@ -36,3 +36,8 @@ def empty(form: Form) -> Tensor:
     ):
         return _empty_cuda(dim, stride, dtype)
     return torch.empty_strided(dim, stride, dtype=dtype, device=device)
+
+
+def laid_out(x: Tensor, form: Form) -> Tensor:
+    """A copy of a tensor in memory of its own, of that form."""
+    return empty(form).copy_(x)

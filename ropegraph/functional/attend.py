@@ -43,7 +43,7 @@ def _record(
     given |= masks(graph, forms)
     norms.normalise(graph, given, forms, attributes, results)
     _rotate(graph, given, forms, attributes, (1.0, 1.0))
-    made = sdpa(graph, given, attributes, results, forms["q"].dim[3])
+    made = sdpa(graph, given, attributes, results)
     forms = {"q_rot": fresh(forms["q"]), "k_rot": fresh(forms["k"]), **results}
     for name, tensor in made.items():
         if tensor.spec.producer is not None:

@@ -84,7 +84,7 @@ def _record(
     if writes:
         given["k_rot"] = graph.cache_write(given["k_rot"], name="keep_k", **into["k"])
     given["v"] = graph.cache_write(given["v"], name="keep_v", **into["v"])
-    o = sdpa(graph, given, attributes, results, forms["q"].dim[3])["o"]
+    o = sdpa(graph, given, attributes, results)["o"]
     return {"o": o.set_stride(results["o"].stride)}
 
 

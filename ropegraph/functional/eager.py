@@ -14,13 +14,14 @@ from torch import Tensor
 from ropegraph.api.plans import LIMIT
 from ropegraph.api.tensor import settled_strides
 from ropegraph.errors import GraphError
+from ropegraph.functional.allocate import laid_out
 from ropegraph.functional.building import Backward, Forward, build
 from ropegraph.functional.gradient import read_by_backward
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind, has_angles
 from ropegraph.functional.library import OPERATORS
 from ropegraph.functional.plan import Plan
-from ropegraph.functional.plans import Slots, like_result, run, settled
+from ropegraph.functional.plans import Slots, run, settled
 
 # Modes and transforms want to see operators; without torch's word for them nothing is skipped.
 _C: Any = getattr(torch, "_C")  # noqa: B009
@@ -97,7 +98,7 @@ class Call:
         plan = self._backward or self._build_backward()
         form = self.plan.written[0]
         if form is not None and grad.stride() != form.stride:
-            grad = like_result(grad, form)
+            grad = laid_out(grad, form)
         try:
             return self._run(plan, grad, saved)
         except GraphError:
@@ -124,7 +125,7 @@ class Call:
             if x is None or form is None or x.shape != form.dim:
                 continue
             if settled_strides(form.dim, x.stride()) != form.stride:
-                found[at], moved = like_result(x, form), True
+                found[at], moved = laid_out(x, form), True
         return tuple(found) if moved else None
 
     def full(self, saved: Slots) -> list[Any]:

@@ -28,7 +28,7 @@ from ropegraph.functional.kind import (
 )
 from ropegraph.functional.sdpa import MASKS, SDPA, masks, result_forms, sdpa, settings
 from ropegraph.ir.ops import SplitQkv
-from ropegraph.ir.packed import PARTS, parts_of, view_of
+from ropegraph.ir.packed import PARTS, view_of
 
 
 def heads(form: Form, attributes: Attributes) -> dict[str, Form]:
@@ -37,10 +37,9 @@ def heads(form: Form, attributes: Attributes) -> dict[str, Form]:
     Raises GraphError if split does not fit.
     """
     split = SplitQkv(cast(Any, tuple(attributes["split"])), attributes["by_groups"])
-    parts_of("qkv_attention", split, form.dim)  # which names what does not fit
     found: dict[str, Form] = {}
     for part in PARTS:
-        _, dim, stride = view_of(split, part, form.dim, form.stride)
+        _, dim, stride = view_of(split, part, form.dim, form.stride, "qkv_attention")
         if len(dim) == 5:  # heads in two levels, which only the result of a rotation has in one
             b, groups, ratio, s, d = dim
             dim = b, groups * ratio, s, d
@@ -76,8 +75,7 @@ def _record(
     graph: pygraph, forms: Forms, attributes: Attributes, results: Forms
 ) -> dict[str, Tensor]:
     given = masks(graph, forms) | _rotated(graph, forms, attributes, results, (1.0, 1.0))
-    width = heads(forms["qkv"], attributes)["q"].dim[3]
-    made = sdpa(graph, given, attributes, results, width)
+    made = sdpa(graph, given, attributes, results)
     return {name: made[name].set_stride(form.stride) for name, form in results.items()}
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ropegraph.api.plans import Form
+from ropegraph.api.plans import Form, form_of
 from ropegraph.api.pygraph import pygraph
 from ropegraph.errors import GraphError
-from ropegraph.functional.allocate import empty
+from ropegraph.functional.allocate import empty, laid_out
 
 SlotForms = tuple[Form | None, ...]
 
@@ -70,15 +69,14 @@ class Plan:
             self.graph.execute(pack)
         except GraphError:
             # Some kernels load 16 bytes at a time; a view may start anywhere.
-            moved = {n: _moved(x) for n, x in pack.items() if x is not None and x.data_ptr() & 15}
+            moved = {
+                n: laid_out(x, form_of(x))
+                for n, x in pack.items()
+                if x is not None and x.data_ptr() & 15
+            }
             if not moved:
                 raise
             self.graph.execute(pack | moved)
             for name in moved.keys() & self.graph.lowered.plan.graph.rewritten:
                 pack[name].copy_(moved[name])  # pyright: ignore[reportOptionalMemberAccess]
         return made
-
-
-def _moved(x: Tensor) -> Tensor:
-    """A copy with the same strides, in memory of its own."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ropegraph.api.plans import LIMIT, Form, form_of
 from ropegraph.api.tensor import settled_strides
+from ropegraph.functional.allocate import laid_out
 from ropegraph.functional.building import Backward, Forward, build
 from ropegraph.functional.kept import Kept
 from ropegraph.functional.kind import Kind
@@ -51,7 +51,7 @@ def backward(
     if results[0] is None:
         grad = grad.contiguous() if 0 in grad.stride() else grad
     elif grad.stride() != results[0].stride():
-        grad = like_result(grad, form_of(results[0]))
+        grad = laid_out(grad, form_of(results[0]))
     key = (kind, attributes, wanted, *_forms_key((grad, *results)), *_forms_key(slots))
     plan = _find(key)
     if plan is None:
@@ -67,12 +67,6 @@ def run(plan: Plan, grad: Tensor, results: Sequence[Any], slots: Sequence[Any]) 
         made = plan.turn(*slots)
         results = (*results[: -len(made)], *made)  # they come last
     return plan(grad, *results, *slots)
-
-
-def like_result(grad: Tensor, form: Form) -> Tensor:
-    """A gradient laid out as the result it belongs to."""
-    made = torch.empty_strided(form.dim, form.stride, dtype=form.dtype, device=form.device)
-    return made.copy_(grad)
 
 
 def _find(key: Any) -> Plan | None:

@@ -36,13 +36,13 @@ SDPA: tuple[Attribute, ...] = (
 
 
 def sdpa(
-    graph: pygraph, given: dict[str, Tensor], attributes: Attributes, results: Forms, width: int
+    graph: pygraph, given: dict[str, Tensor], attributes: Attributes, results: Forms
 ) -> dict[str, Tensor]:
     """Record attention on ``q_rot``, ``k_rot``, ``v`` and the masks in ``given``.
 
-    width: of a head of Q, which gives the scale where none is named.
+    The width of a head of Q gives the scale where none is named.
     """
-    scale = attributes["scale"]
+    scale, width = attributes["scale"], given["q_rot"].get_dim()[-1]
     seed = given.get("seed")
     o, stats = graph.sdpa(
         given["q_rot"],

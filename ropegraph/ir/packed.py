@@ -77,9 +77,12 @@ def packed_dim(where: str, attrs: JoinQkv, dims: Mapping[str, Dim]) -> Dim:
     return attrs.dim
 
 
-def view_of(attrs: Packed, part: str, dim: Dim, stride: Dim) -> View:
-    """Where a part lies in a packed tensor of these dims and strides."""
-    found = parts_of("", attrs, dim)[part]
+def view_of(attrs: Packed, part: str, dim: Dim, stride: Dim, where: str = "") -> View:
+    """Where a part lies in a packed tensor of these dims and strides.
+
+    Raises GraphError as parts_of does; a recorded node has been checked and needs no ``where``.
+    """
+    found = parts_of(where, attrs, dim)[part]
     s_b, s_s, s_d = stride[0], stride[1], stride[-1]
     s_h = stride[2] if len(dim) == 4 else found[-1] * s_d
     before = sum(attrs.split[: PARTS.index(part)])

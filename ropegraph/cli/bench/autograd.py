@@ -11,15 +11,14 @@ from torch import Tensor
 from ropegraph.cli.bench import peers
 from ropegraph.cli.bench.row import Row
 from ropegraph.cli.bench.timing import device_in_turn, host_us
+from ropegraph.cli.bench.workload import BF16, H_Q, SPLIT, D, angles, tables
 from ropegraph.functional import attention, qkv_attention
 
-H_Q, H_KV, D = 32, 8, 128
-SPLIT = (H_Q, H_KV, H_KV)
 Step = Callable[[], object]
 
 
-def rows(angles: Callable[[int], Tensor]) -> list[Row]:
-    """Steps from separate heads and from packed QKV.  angles: a table for so many positions."""
+def rows() -> list[Row]:
+    """Steps from separate heads and from packed QKV."""
     found: list[Row] = []
     for b, s, target in ((1, 512, 150.0), (1, 2048, 430.0)):
         ours, others = _steps(b, s, angles(s))
@@ -33,10 +32,10 @@ def rows(angles: Callable[[int], Tensor]) -> list[Row]:
             us = _host_us(step)
             work = f"training step by autograd, {name}, b{b} s{s}"
             found.append(Row.of_time(work, us, target, beside))
-    return found + _long(2, 8192, angles)
+    return found + _long(2, 8192)
 
 
-def _long(b: int, s: int, angles: Callable[[int], Tensor]) -> list[Row]:
+def _long(b: int, s: int) -> list[Row]:
     """Steps that the device takes longest for, and their memory."""
     ours, others = _steps(b, s, angles(s))
     del others["a Function that does nothing"]
@@ -59,12 +58,12 @@ def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, St
     """Our steps, and others."""
 
     def normal(h: int) -> Tensor:
-        return torch.randn(b, s, h, D, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(b, s, h, D, device="cuda", dtype=BF16)
 
     q, k, v = (normal(h).transpose(1, 2).requires_grad_() for h in SPLIT)
     packed = normal(sum(SPLIT)).requires_grad_()
     do = normal(H_Q).transpose(1, 2)
-    cos, sin = freqs[:, 0, 0].cos().bfloat16(), freqs[:, 0, 0].sin().bfloat16()
+    cos, sin = tables(freqs)
 
     def heads() -> object:
         o = attention(q, k, v, freqs, is_causal=True, enable_gqa=True)

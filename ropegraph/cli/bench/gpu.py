@@ -6,31 +6,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.cli.bench import autograd, peers
 from ropegraph.cli.bench.row import Row
 from ropegraph.cli.bench.timing import device_in_turn, device_us, host_us
+from ropegraph.cli.bench.workload import BF16, H_KV, H_Q, SPLIT, D, angles, tables
 from ropegraph.execution.replay import KEPT
 
-H_Q, H_KV, D = 32, 8, 128
-SPLIT = (H_Q, H_KV, H_KV)
-BF16 = torch.bfloat16
 Buffers = dict[str, Any]
-
-
-def angles(s: int) -> Tensor:
-    """[s, 1, 1, D] fp32 angles of the usual base, both halves filled."""
-    rows = torch.arange(s, device="cuda", dtype=torch.float32)
-    inv_freq = 10_000.0 ** (-torch.arange(0, D, 2, device="cuda", dtype=torch.float32) / D)
-    return torch.outer(rows, inv_freq).repeat(1, 2)[:, None, None, :].contiguous()
-
-
-def tables(s: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the same angles as peers take them, [s, D] bf16."""
-    table = angles(s)[:, 0, 0]
-    return table.cos().to(BF16), table.sin().to(BF16)
 
 
 def separate_heads(b: int, s: int) -> Buffers:
@@ -115,7 +99,7 @@ def rows() -> list[Row]:
     found += _attention(1, 2048, 101.0, None)
     found += host
     found.append(_training_step(1, 512))
-    found += autograd.rows(angles)
+    found += autograd.rows()
     return found
 
 
@@ -125,7 +109,7 @@ def _rotations(b: int, s: int, target: float) -> list[Row]:
     both = torch.randn(b * s * (H_Q + H_KV) * D, device="cuda", dtype=BF16)
     target_buffer = torch.empty_like(both)
     others = {"copy": device_us(lambda: target_buffer.copy_(both))}
-    cos, sin = tables(s)
+    cos, sin = tables(angles(s))
     for name, turn in peers.rotations().items():
         others[name] = device_us(lambda turn=turn: turn(x["q"], x["k"], cos, sin))
     us = device_us(rotation("rope", x, s))
@@ -159,7 +143,7 @@ def _attention(b: int, s: int, separate: float, packed: float | None) -> list[Ro
     size = f"b{b} s{s}"
     x = separate_heads(b, s)
     alone = _sdpa_alone(x, s)
-    cos, sin = tables(s)
+    cos, sin = tables(angles(s))
     others = {"SDPA alone": device_us(alone)}
     for name, turn in peers.rotations().items():
         others[f"{name} + F.sdpa"] = device_us(
@@ -245,7 +229,7 @@ def _training_step(b: int, s: int) -> Row:
         torch.cuda.synchronize()
 
     x = separate_heads(b, s)
-    cos, sin = tables(s)
+    cos, sin = tables(angles(s))
     leaves = [x[n].detach().requires_grad_() for n in "qkv"]
     do = torch.randn(b, H_Q, s, D, device="cuda", dtype=BF16)
 
