@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from ropegraph.api.checks import as_choice, as_count, refuse_unknown
-from ropegraph.api.recording import Recorder
-from ropegraph.api.tensor import Tensor, packed_like
+from ropegraph.api.recording import Recorder, nested_like
+from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
 from ropegraph.ir.ops import MXFP8_PORTS, MlaKvRope, MlaKvRopeBackward
 
@@ -78,7 +78,7 @@ class MlaOps:
         )
         if attrs.quantize is None:
             made = self.recorder.record(attrs, name, ports, ("key", "value"))
-            return [_nested_like(made[port], ports["kv"]) for port in ("key", "value")]
+            return [nested_like(made[port], ports["kv"]) for port in ("key", "value")]
         made = self.recorder.record(attrs, name, ports, MXFP8_PORTS)
         tensors = [_token_major(made[port]) for port in MXFP8_PORTS]
         return [Mxfp8(*tensors[:4]), Mxfp8(*tensors[4:])]
@@ -125,12 +125,7 @@ class MlaOps:
         attrs = MlaKvRopeBackward(nope, v)
         made = self.recorder.record(attrs, name, ports, ("dKV", "dK_rope"))
         first = next(iter(ports.values()))
-        return [_nested_like(tensor, first) for tensor in made.values()]
-
-
-def _nested_like(tensor: Tensor, source: Tensor) -> Tensor:
-    """Packed strides whose axes are nested in memory as those of ``source`` are."""
-    return tensor.set_stride(packed_like(tuple(tensor.get_dim()), tuple(source.get_stride())))
+        return [nested_like(tensor, first) for tensor in made.values()]
 
 
 def _token_major(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ropegraph.api.checks import as_flag, as_number, refuse_unknown
 from ropegraph.api.enums import norm_forward_phase as phases
-from ropegraph.api.recording import Recorder, shaped_like
+from ropegraph.api.recording import Recorder, nested_like, shaped_like
 from ropegraph.api.tensor import Tensor
 from ropegraph.dtypes import as_compute
 from ropegraph.errors import GraphError
@@ -42,7 +42,8 @@ class NormOps:
         (OLMo2).  zero_centered: w is 1 + scale (Gemma).  bias: must be None.  epsilon: a host
         number, 0 or more.
         Y: [b, h, s, d] in the dtype of input unless set.  inv_variance: [b, h, s, 1], [b, 1, s, 1]
-        over all heads; fp32 (fp64), computed only if it is used.
+        over all heads; fp32 (fp64), computed only if it is used. Both lie in memory as input does,
+        packed, unless set: numbers of heads that lie side by side are written side by side.
         One launch with the rope before or after it, and for Q and K together.
         Raises GraphError naming the argument and what would fit.  Source: arXiv:1910.07467.
         """
@@ -62,7 +63,9 @@ class NormOps:
         ports = self.recorder.adopt_all({"input": input, "scale": scale}, where)
         outputs = ("Y", "inv_variance") if is_training else ("Y",)
         made = self.recorder.record(attrs, name, ports, outputs)
-        return [shaped_like(made["Y"], ports["input"]), made.get("inv_variance")]
+        x = ports["input"]
+        inverse = nested_like(made["inv_variance"], x) if is_training else None
+        return [shaped_like(made["Y"], x), inverse]
 
     def rmsnorm_backward(
         self,

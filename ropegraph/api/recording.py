@@ -242,6 +242,11 @@ def _as_torch(given: Any, where: str) -> torch.Tensor:
         raise GraphError(f"{where}: {given!r:.60} cannot be read by DLPack: {error}") from error
 
 
+def nested_like(tensor: Tensor, source: Tensor) -> Tensor:
+    """Give an output packed strides whose axes are nested in memory as those of ``source`` are."""
+    return tensor.set_stride(packed_like(tuple(tensor.get_dim()), tuple(source.get_stride())))
+
+
 def shaped_like(tensor: Tensor, source: Tensor) -> Tensor:
     """Give an output the layout of the tensor it comes from: the same memory order, packed.
 
@@ -252,5 +257,5 @@ def shaped_like(tensor: Tensor, source: Tensor) -> Tensor:
             tensor.set_stride(source.get_stride()).set_ragged_offset(offset)
             tensor.set_ragged_offset_multiplier(source.get_ragged_offset_multiplier())
         else:
-            tensor.set_stride(packed_like(tuple(source.get_dim()), tuple(source.get_stride())))
+            nested_like(tensor, source)
     return tensor

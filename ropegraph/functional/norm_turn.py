@@ -33,7 +33,7 @@ def _forms(forms: Forms, attributes: Attributes, *, training: bool) -> dict[str,
     norms.as_epsilon("attention", attributes["norm_eps"])
     norms.check_weight("attention", attributes["part"], forms["weight"], x)
     found = {"y": fresh(x)}
-    return found | {"inv": norms.statistics_form(x)} if training else found
+    return found | {"inv": norms.inverse_form(x)} if training else found
 
 
 def _record(
@@ -48,7 +48,7 @@ def _record(
         turn = declare(graph, forms, *TABLES, *_POSITIONS)
         y = graph.rope(y, name="rope", **turn, **rotation("attention", attributes, x.get_dim()[3]))
     made = {"y": y.set_stride(results["y"].stride)}
-    return made if inverse is None else {**made, "inv": inverse}
+    return made if inverse is None else {**made, "inv": inverse.set_stride(results["inv"].stride)}
 
 
 NORM_ROPE = register(

@@ -10,7 +10,7 @@ from ropegraph.api.plans import Form
 from ropegraph.api.pygraph import pygraph
 from ropegraph.api.tensor import Tensor
 from ropegraph.errors import GraphError
-from ropegraph.functional.kind import NORMS, Attribute, Attributes, Forms, has_norms, widest
+from ropegraph.functional.kind import NORMS, Attribute, Attributes, Forms, fresh, has_norms, widest
 
 NORM_EPS: Attribute = ("norm_eps", "float")
 EPSILON = 1e-6  # what norm_eps is where nobody speaks of it
@@ -57,6 +57,11 @@ def statistics_form(x: Form) -> Form:
     return Form((b, h, s, 1), (h * s, s, 1, 1), widest(x.dtype), x.device)
 
 
+def inverse_form(x: Form) -> Form:
+    """The same, nested in memory as x is: what a norm keeps of each row for its gradient."""
+    return fresh(x, (*x.dim[:3], 1))._replace(dtype=widest(x.dtype))
+
+
 def normalise(
     graph: pygraph, given: dict[str, Tensor], forms: Forms, attributes: Attributes, results: Forms
 ) -> None:
@@ -72,7 +77,7 @@ def normalise(
             graph, given[x], weight, forms, attributes, name=f"norm_{x}", is_training=is_training
         )
         if inverse is not None:
-            given[name] = inverse
+            given[name] = inverse.set_stride(results[name].stride)
 
 
 def normalised(

@@ -80,7 +80,7 @@ def result_forms(
         return {"o": o}
     found = {"o": o, "stats": norms.statistics_form(o)}
     if has_norms(given):
-        made = map(norms.statistics_form, (q, k))
+        made = map(norms.inverse_form, (q, k))
         found |= dict(zip(norms.STATISTICS, made, strict=True))
     if is_prepared(given) and keeps_rotations:
         found |= {"q_rot": fresh(q), "k_rot": fresh(k)}

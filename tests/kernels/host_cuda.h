@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <vector>
 
 #include <cuda_bf16.h>
@@ -24,6 +25,8 @@
 #define __global__ inline  // what no launch asks for costs no machine code
 #undef __device__
 #define __device__
+#undef __shared__
+#define __shared__ static
 
 using std::max;
 using std::min;
@@ -147,18 +150,26 @@ inline void run_warp(unsigned first_thread) {
   }
 }
 
-// kernel<<<grid, threads>>>: warps one after another, for no kernel here waits for another warp.
-inline void launch(void (*kernel)(), Dim3 grid, unsigned threads) {
+// A kernel cut where its blocks meet: all warps of a block do one phase before any does the next.
+// Within a phase they run one after another, for none waits for another.
+inline void launch(std::initializer_list<void (*)()> phases, Dim3 grid, unsigned threads) {
   gridDim = grid;
   blockDim = {threads, 1, 1};
-  body = kernel;
   for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z) {
     for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        for (unsigned first = 0; first < threads; first += kLanes) run_warp(first);
+        for (void (*phase)() : phases) {
+          body = phase;
+          for (unsigned first = 0; first < threads; first += kLanes) run_warp(first);
+        }
       }
     }
   }
+}
+
+// kernel<<<grid, threads>>>
+inline void launch(void (*kernel)(), Dim3 grid, unsigned threads) {
+  launch({kernel}, grid, threads);
 }
 
 }  // namespace host
@@ -186,3 +197,4 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 }
 
 inline void __syncwarp() { host::meet(); }
+inline void __syncthreads() { host::fail("a block that meets is launched phase by phase"); }

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ropegraph.engines.cuda_rope.compiler import Loaded
-from ropegraph.engines.cuda_rope.mla import task_of
+from ropegraph.engines.cuda_rope.mla import Mode, task_of
 from ropegraph.engines.cuda_rope.mla_launch import MlaLaunch, MlaParams
 from ropegraph.engines.cuda_rope.mla_variant import SOURCE, MlaVariant, variant_of_task
 from tests.kernels import host
@@ -58,9 +58,17 @@ def build(variants: Sequence[MlaVariant], where: Path) -> Path:
             lines += (
                 f"void run_{kernel}(const char* params, Dim3 grid, unsigned threads) {{",
                 "  memcpy(&held, params, sizeof held);",
-                f"  host::launch([] {{ mla_{name}(held); }}, grid, threads);",
-                "}",
             )
+            if variant.mode is Mode.MXFP8 and name == "vector":
+                phases = ("values_and_turn", "keys", "scales")
+                calls = ", ".join(f"[] {{ {phase}(held, shared); }}" for phase in phases)
+                lines += (
+                    f"  static Shared<{variant.vec}> shared;",
+                    f"  host::launch({{{calls}}}, grid, threads);",
+                )
+            else:
+                lines.append(f"  host::launch([] {{ mla_{name}(held); }}, grid, threads);")
+            lines.append("}")
             entries.append(f"  {{v{i}::run_{kernel}, sizeof(v{i}::Params)}},")
         lines.append("}")
         lines += (f"#undef {name}" for name in macros)

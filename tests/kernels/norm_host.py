@@ -87,8 +87,8 @@ def build(kernels: Sequence[tuple[NormVariant, int]], where: Path) -> Path:
             if name == "norm_sum":
                 lines += (
                     "  static Sums sums;",
-                    "  host::launch_halves([] { sum_rows(held, sums); },",
-                    "                      [] { sum_warps(held, sums); }, grid, threads);",
+                    "  host::launch({[] { sum_rows(held, sums); }, [] { sum_warps(held, sums); }},",
+                    "               grid, threads);",
                 )
             else:
                 lines.append(f"  host::launch([] {{ {name}(held); }}, grid, threads);")

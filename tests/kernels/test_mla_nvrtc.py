@@ -19,7 +19,10 @@ def variants(mode: Mode) -> list[MlaVariant]:
     for tuning in (TUNED[mode, "heads"], TUNED[mode, "tokens"]):
         if mode is Mode.MXFP8:
             vecs = sorted({tuning.vec, 8, 1})
-            found += [MlaVariant(mode, DType.BFLOAT16, t, v, tuning) for t in TABLES for v in vecs]
+            found += [
+                MlaVariant(mode, DType.BFLOAT16, t, v, tuning, turn=64, scales=80)
+                for t in TABLES for v in vecs
+            ]  # fmt: skip
             continue
         usual = itertools.product(DTYPES, TABLES)
         found += [MlaVariant(mode, d, t, 16 // d.itemsize, tuning) for d, t in usual]
@@ -37,6 +40,6 @@ def test_compiles_without_spills(mode: Mode, arch: str, record_property) -> None
         assert set(found) == ({"mla_any", "mla_vector"} if variant.vec > 1 else {"mla_any"})
         for name, resources in found.items():
             record_property(f"{arch} {name} {' '.join(variant.options)}", str(resources))
-            assert not resources.shared
+            assert bool(resources.shared) is (name == "mla_vector" and mode is Mode.MXFP8)
             assert not resources.spill, f"{name}, {variant} on {arch}: {resources}"
             assert resources.registers <= 168, f"{name}, {variant} on {arch}: {resources}"

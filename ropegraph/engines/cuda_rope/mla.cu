@@ -5,8 +5,9 @@
 // Nearly all of it is copying. A warp takes a few heads of a token, or of a few tokens: it turns
 // the shared channels once, in registers, and stores them for all its heads. The adjoint gives one
 // warp of each token the sum over all heads. MXFP8 goes by tiles of 32 tokens and 8 vectors, which
-// a warp holds in registers: blocks along channels and along tokens both lie in it, and a turned
-// tile, quantized once, is stored for several heads.
+// a warp holds in registers: blocks along channels and along tokens both lie in it. A tile is cut out
+// of the channels of several heads as they follow each other, copied and turned ones alike, so that
+// rows of heads side by side are written in whole lines.
 //
 // Specialised at build by macros:
 //   MLA_MODE            0: forward, 1: forward to MXFP8, 2: the adjoint
@@ -17,6 +18,7 @@
 //   MLA_TOKENS          tokens a warp of mla_vector takes, 1, 2 or 4
 //   MLA_WARPS           warps a block
 //   MLA_RESIDENT        warps an SM at least; 0: as the compiler likes
+//   MLA_TURN, MLA_SCALES    MXFP8: channels that turn; blocks of a token in the heads of a block
 //
 // mla_any takes every base, stride and width. mla_vector takes what the host found to be aligned.
 
@@ -53,15 +55,16 @@ struct Side {
 };
 
 // The adjoint reads sides, key and value, and writes kv and k_rope.
-// A warp takes part_heads heads. Its work is one of `shares` of a tile of tokens. Warps go through
-// the tiles of a group first, then through shares, then through the batch_x batch entries that lie
-// along grid.x; grid.y and grid.z have the others.
+// A warp takes part_heads heads, a block where MXFP8 goes by vectors. Its work is one of `shares` of a
+// tile of tokens. They go through the tiles of a group first, then through shares, then through the
+// batch_x batch entries that lie along grid.x; grid.y and grid.z have the others.
 struct Params {
   Place kv, k_rope;
   Side side[2];
   Table cos, sin;
-  // 2^64 / n, rounded up, 0 for 1: n is shares, batch_x; MXFP8: the tiles of a part, of a head.
-  unsigned long long shares_magic, batch_magic, inner_magic, each_magic;
+  // 2^64 / n, rounded up, 0 for 1: n is shares, batch_x; MXFP8: the tiles of a head, the channels of
+  // its key, of its value.
+  unsigned long long shares_magic, batch_magic, each_magic, key_magic, value_magic;
   int batch, heads, tokens, nope, v, half;
   int part_heads, shares, batch_x, log_group;
 };
@@ -241,12 +244,11 @@ struct Seat {
   }
 };
 
-// Which tile of tokens of which batch entry, and which share of it, a warp has.
+// Which tile of tokens of which batch entry, and which share of it, a warp or a block has.
 struct Work {
   int b, tile, share;
 
-  __device__ Work(const Params& p) {
-    const unsigned index = blockIdx.x * MLA_WARPS + threadIdx.x / kLanes;
+  __device__ Work(const Params& p, unsigned index) {
     const unsigned shares = index >> p.log_group, entries = quotient(shares, p.shares_magic);
     const unsigned group = quotient(entries, p.batch_magic);
     share = shares - entries * p.shares;
@@ -254,6 +256,10 @@ struct Work {
     b = p.batch_x > 1 ? entries - group * p.batch_x : blockIdx.z * gridDim.y + blockIdx.y;
   }
 };
+
+__device__ inline Work work_of_warp(const Params& p) {
+  return Work(p, blockIdx.x * MLA_WARPS + threadIdx.x / kLanes);
+}
 
 // Copy heads [from, to) of T tokens between kv and key and value, and do `meanwhile` while the
 // first loads are on their way. to_kv: the direction. A source that is missing counts as zero.
@@ -333,7 +339,7 @@ __device__ inline void turn_heads(const Params& p, int b, int token, int from, i
 template <int V, int T>
 __device__ inline void forward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const Work work(p);
+  const Work work = work_of_warp(p);
   const int token = work.tile * T;
   if (work.b >= p.batch || token >= p.tokens) return;
   const int from = work.share * p.part_heads, to = min(from + p.part_heads, p.heads);
@@ -428,7 +434,7 @@ __device__ inline void sum_heads(const Params& p, int b, int token, int lane) {
 template <int V, int T>
 __device__ inline void backward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const Work work(p);
+  const Work work = work_of_warp(p);
   int token = work.tile * T;
   if (work.b >= p.batch || token >= p.tokens) return;
   if (work.share < T) {
@@ -514,12 +520,34 @@ constexpr int kBlock = 32;  // elements that share a scale
 constexpr int kAcross = 8;  // lanes along the channels of a tile, a vector each
 constexpr int kRows = 8;    // tokens a lane holds: lane / 8 + 4 i
 
-// Quantize a tile of 32 tokens both ways, and store it for heads [from, to).
-// data: the lane's channels, from `channel` on, of its tokens; zero where there are none, and then
-// is_there is false. All lanes must come here.
+// What the warps of a block share: the channels that turn, which are those of every head, and the
+// scales of rows. Those go out together: to the L2 a store of a few bytes is as much work as one of a
+// line.
+template <int V>
+struct Shared {
+  Vec<__nv_bfloat16, V> turned[kBlock][MLA_TURN < V ? 1 : MLA_TURN / V];
+  alignas(4) unsigned char scale[kBlock][MLA_SCALES];
+};
+
+// Turn the channels of 32 tokens.
+template <int V>
+__device__ inline void turn_tokens(const Params& p, const Work& work, Shared<V>& shared) {
+  constexpr int kHalf = V / 2, kHalves = MLA_TURN / kHalf;
+  for (int i = threadIdx.x; i < kBlock * kHalves; i += MLA_WARPS * kLanes) {
+    const int token = i / max(kHalves, 1), nth = i - token * kHalves;
+    const Vec<__nv_bfloat16, kHalf> y =
+        turned<kHalf>(p, work.b, work.tile * kBlock + token, nth * kHalf);
+    y.store(shared.turned[token][0].element() + nth * kHalf);
+  }
+}
+
+// Quantize a tile both ways and store it, but leave the scales of its rows in `scale`, a byte of each
+// token. data: vectors from `channel` of a head on, of the tokens of the lane; zero where is_there is
+// false. All lanes must come here.
 template <int V>
 __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], const Side& side, int b,
-                                int from, int to, int block, int channel, bool is_there, int lane) {
+                                int head, int block, int channel, bool is_there, int lane,
+                                unsigned char* scale) {
   constexpr int kPairs = V / 2, kWords = kRows / 2;
   constexpr int kSharing = kBlock / V;  // lanes whose channels share a scale
   const auto pair = [&](int i, int k) {
@@ -555,9 +583,24 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
   }
   if (!is_there) return;
 
-  const int first = block * kBlock + lane / kAcross;
-  unsigned char* row_at = at<unsigned char>(side.row, b, from, first, channel);
-  unsigned char* column_at = at<unsigned char>(side.column, b, from, first, channel);
+  const int first = lane / kAcross, nth = lane % kSharing;
+  // The lanes of a block deal out its tokens, two a word.
+#pragma unroll
+  for (int j = 0; j < kWords; j += kSharing) {
+    unsigned own = steps[j];
+#pragma unroll
+    for (int k = 1; k < kSharing; ++k) own = nth == k ? steps[j + k] : own;
+    const unsigned scales = scales_of(own);
+    const int token = first + 8 * (j + nth);
+    scale[token * MLA_SCALES] = scales;
+    scale[(token + 4) * MLA_SCALES] = scales >> 16;
+  }
+  if (side.column_scale.base && first == 0) {
+    column_scale.store(at<unsigned char>(side.column_scale, b, head, block, channel));
+  }
+  const int token = block * kBlock + first;
+  unsigned char* row_at = at<unsigned char>(side.row, b, head, token, channel);
+  unsigned char* column_at = at<unsigned char>(side.column, b, head, token, channel);
   const bool by_rows = side.row.base != nullptr, by_columns = side.column.base != nullptr;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -570,103 +613,99 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
       reinterpret_cast<unsigned short*>(column.word)[k] =
           e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
     }
-    unsigned char *row_to = row_at, *column_to = column_at;
-#pragma unroll 1
-    for (int head = from; head < to; ++head) {
-      if (by_rows) row.store(row_to);
-      if (by_columns) column.store(column_to);
-      row_to += side.row.h;
-      column_to += side.column.h;
-    }
+    if (by_rows) row.store(row_at);
+    if (by_columns) column.store(column_at);
     row_at += 4 * side.row.s;
     column_at += 4 * side.column.s;
   }
-  if (side.row_scale.base) {
-    // The lanes of a block deal out its tokens, two a word.
-    const int nth = lane % kSharing;
-#pragma unroll
-    for (int j = 0; j < kWords; j += kSharing) {
-      unsigned own = steps[j];
-#pragma unroll
-      for (int k = 1; k < kSharing; ++k) own = nth == k ? steps[j + k] : own;
-      const unsigned scales = scales_of(own);
-      const int token = first + 8 * (j + nth);
-      unsigned char* to_scale = at<unsigned char>(side.row_scale, b, from, token, channel / kBlock);
+}
+
+// A warp takes one tile of the values, or keys, of the part after the other, and does `meanwhile` while
+// the first loads are on their way.
+template <int V, bool in_value, typename Meanwhile>
+__device__ inline void quantize_side(const Params& p, const Work& work, Shared<V>& shared,
+                                     Meanwhile meanwhile) {
+  constexpr int kTile = kAcross * V;
+  const int lane = threadIdx.x % kLanes, width = p.nope + MLA_TURN, each = in_value ? p.v : width;
+  const int from = work.share * p.part_heads, heads = min(p.part_heads, p.heads - from);
+  const int tiles = (heads * each + kTile - 1) / kTile;
+  bool is_first = true;
 #pragma unroll 1
-      for (int head = from; head < to; ++head) {
-        *to_scale = scales;
-        to_scale[4 * side.row_scale.s] = scales >> 16;
-        to_scale += side.row_scale.h;
+  for (int tile = threadIdx.x / kLanes; tile < tiles || is_first; tile += MLA_WARPS) {
+    // Of the channels of all heads of the part, in a row.
+    const int nth = tile * kTile + lane % kAcross * V;
+    const int head = quotient(nth, in_value ? p.value_magic : p.key_magic);
+    const int channel = nth - head * each, turn = channel - p.nope;
+    const bool is_there = head < heads, is_turned = !in_value && turn >= 0;
+
+    Vec<__nv_bfloat16, V> data[kRows];
+    const __nv_bfloat16* x =
+        at<__nv_bfloat16>(p.kv, work.b, from + head, work.tile * kBlock + lane / kAcross,
+                          in_value ? p.nope + channel : channel);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      data[i].clear();
+      if (is_there && is_turned) data[i] = shared.turned[lane / kAcross + 4 * i][turn / V];
+      if (is_there && !is_turned) data[i].load(x + 4 * i * p.kv.s);
+    }
+    if (is_first) meanwhile();
+    is_first = false;
+    const int scale = (nth + (in_value ? p.part_heads * width : 0)) / kBlock;
+    quantize<V>(data, p.side[in_value], work.b, from + head, work.tile, channel, is_there, lane,
+                shared.scale[0] + scale);
+  }
+}
+
+// The three phases of a block, which meets between them. Values wait for nothing that turns.
+template <int V>
+__device__ inline void values_and_turn(const Params& p, Shared<V>& shared) {
+  const Work work(p, blockIdx.x);
+  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
+  quantize_side<V, true>(p, work, shared, [&] { turn_tokens<V>(p, work, shared); });
+}
+
+template <int V>
+__device__ inline void keys(const Params& p, Shared<V>& shared) {
+  const Work work(p, blockIdx.x);
+  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
+  quantize_side<V, false>(p, work, shared, [] {});
+}
+
+// The scales of all rows of the part.
+template <int V>
+__device__ inline void scales(const Params& p, const Shared<V>& shared) {
+  const int lane = threadIdx.x % kLanes;
+  const Work work(p, blockIdx.x);
+  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
+  const int from = work.share * p.part_heads, heads = min(p.part_heads, p.heads - from);
+  for (int in_value = 0; in_value < 2; ++in_value) {
+    const Place& place = p.side[in_value].row_scale;
+    if (!place.base) continue;
+    const int each = (in_value ? p.v : p.nope + MLA_TURN) / kBlock, count = heads * each;
+    const int begin = in_value ? p.part_heads * (p.nope + MLA_TURN) / kBlock : 0;
+    const bool is_run = place.d == 1 && place.h == each;  // heads side by side
+    for (int token = threadIdx.x / kLanes; token < kBlock; token += MLA_WARPS) {
+      const unsigned char* x = shared.scale[token] + begin;
+      unsigned char* y =
+          at<unsigned char>(place, work.b, from, work.tile * kBlock + token, 0);
+      const auto aligned = reinterpret_cast<unsigned long long>(x) |
+                           reinterpret_cast<unsigned long long>(y);
+      const int words = is_run && aligned % 4 == 0 ? count / 4 : 0;
+      for (int i = lane; i < words; i += kLanes) {
+        reinterpret_cast<unsigned*>(y)[i] = reinterpret_cast<const unsigned*>(x)[i];
+      }
+      for (int i = 4 * words + lane; i < count; i += kLanes) {
+        const int head = i / each;
+        y[head * place.h + (i - head * each) * place.d] = x[i];
       }
     }
   }
-  if (side.column_scale.base && lane < kAcross) {
-    unsigned char* to_scale = at<unsigned char>(side.column_scale, b, from, block, channel);
-#pragma unroll 1
-    for (int head = from; head < to; ++head) {
-      column_scale.store(to_scale);
-      to_scale += side.column_scale.h;
-    }
-  }
-}
-
-template <int V>
-__device__ inline int tiles_of(int channels) {
-  return (channels + kAcross * V - 1) / (kAcross * V);
-}
-
-// A warp takes one turned tile for a part of the heads, or one tile of one head that is copied.
-template <int V>
-__device__ inline void mxfp8_vector(const Params& p) {
-  const int lane = threadIdx.x % kLanes;
-  const Work work(p);
-  const int b = work.b, block = work.tile;
-  if (b >= p.batch || block * kBlock >= p.tokens) return;
-  const int keys = tiles_of<V>(p.nope), each = keys + tiles_of<V>(p.v);
-  const int turns = tiles_of<V>(2 * p.half), inner = p.part_heads * each + turns;
-  const int part = quotient(work.share, p.inner_magic);
-  int tile = work.share - part * inner, from = part * p.part_heads;
-  int to = min(from + p.part_heads, p.heads);
-  // The turned ones come first: they take longest.
-  const bool is_turned = tile < turns;
-  bool in_value = false;
-  if (!is_turned) {
-    tile -= turns;
-    const int nth = quotient(tile, p.each_magic);
-    tile -= nth * each;
-    in_value = tile >= keys;
-    if (in_value) tile -= keys;
-    from += nth;
-    if (from >= to) return;
-    to = from + 1;
-  }
-  const int own = (tile * kAcross + lane % kAcross) * V;  // in its part of the channels
-  const bool is_there = own < (is_turned ? 2 * p.half : in_value ? p.v : p.nope);
-
-  Vec<__nv_bfloat16, V> data[kRows];
-  const int token = block * kBlock + lane / kAcross;
-  if (is_turned) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      data[i].clear();
-      if (is_there) data[i] = turned<V>(p, b, token + 4 * i, own);
-    }
-  } else {
-    const __nv_bfloat16* x = at<__nv_bfloat16>(p.kv, b, from, token, in_value ? p.nope + own : own);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      data[i].clear();
-      if (is_there) data[i].load(x + 4 * i * p.kv.s);
-    }
-  }
-  quantize<V>(data, p.side[in_value], b, from, to, block, is_turned ? p.nope + own : own, is_there,
-              lane);
 }
 
 // A warp takes 32 tokens of 32 channels of one head, a lane one channel.
 __device__ inline void mxfp8_any(const Params& p) {
   const int lane = threadIdx.x % kLanes;
-  const Work work(p);
+  const Work work = work_of_warp(p);
   const int b = work.b, block = work.tile;
   if (b >= p.batch || block * kBlock >= p.tokens) return;
   const int keys = (p.nope + 2 * p.half) / kBlock, each = keys + p.v / kBlock;
@@ -716,8 +755,7 @@ __device__ inline void run(const Params& p) {
 #if MLA_MODE == 0
   forward<V, T>(p);
 #elif MLA_MODE == 1
-  if constexpr (V > 1) mxfp8_vector<V>(p);
-  else mxfp8_any(p);
+  mxfp8_any(p);
 #else
   backward<V, T>(p);
 #endif
@@ -728,7 +766,16 @@ __device__ inline void run(const Params& p) {
 #if MLA_VEC > 1
 extern "C" __global__ void __launch_bounds__(MLA_WARPS * 32, MLA_RESIDENT / MLA_WARPS)
     mla_vector(const __grid_constant__ Params p) {
+#if MLA_MODE == 1
+  __shared__ Shared<MLA_VEC> shared;
+  values_and_turn(p, shared);
+  __syncthreads();
+  keys(p, shared);
+  __syncthreads();
+  scales(p, shared);
+#else
   run<MLA_VEC, MLA_TOKENS>(p);
+#endif
 }
 #endif
 

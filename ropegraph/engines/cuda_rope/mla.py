@@ -25,7 +25,7 @@ class Tuning:
     """What changes the speed alone.
 
     flight, sum_flight: loads in flight a lane, where it copies and where it sums.  units: vectors
-    that a lane copies; MXFP8: heads for which a warp stores one turned tile.  tokens: that a warp
+    that a lane copies; MXFP8: heads that a block takes.  tokens: that a warp
     takes, up to ``flight``.  warps: of a block.  resident: warps an SM at least, 0 for any.
     vec: channels of a lane, at most, for MXFP8.  log_group: log2 of the tiles of tokens that warps
     run over before they run over the heads.  is_batch_inner: batch entries before tokens.
@@ -52,8 +52,8 @@ TUNED: dict[tuple[Mode, str], Tuning] = {
     (Mode.BACKWARD, "tokens"): Tuning(
         flight=4, units=8, tokens=4, warps=1, sum_flight=4, log_group=10, is_batch_inner=True
     ),
-    (Mode.MXFP8, "heads"): Tuning(vec=16, units=4, warps=4),
-    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=4, warps=2, log_group=2),
+    (Mode.MXFP8, "heads"): Tuning(vec=16, units=8, warps=4),
+    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=8, warps=4),
 }  # fmt: skip
 # Fields of struct Params that are tensors -> the ports that they stand for.
 _FORWARD = {port: port for port in ("kv", "k_rope", "key", "value")}

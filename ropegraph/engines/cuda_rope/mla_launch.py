@@ -36,7 +36,7 @@ _PLACES = (
     "kv", "k_rope", "key", "key_scale", "key_column", "key_column_scale",
     "value", "value_scale", "value_column", "value_column_scale",
 )  # fmt: skip
-_MAGIC = ("shares_magic", "batch_magic", "inner_magic", "each_magic")
+_MAGIC = ("shares_magic", "batch_magic", "each_magic", "key_magic", "value_magic")
 _NUMBERS = (
     "batch", "heads", "tokens", "nope", "v", "half", "part_heads", "shares", "batch_x",
     "log_group",
@@ -69,7 +69,9 @@ def packed(task: Task, cut: Cut) -> MlaParams:
     params.part_heads, params.shares = cut.part_heads, cut.shares
     params.batch_x, params.log_group = cut.batch, cut.log_group
     params.shares_magic, params.batch_magic = magic(cut.shares), magic(cut.batch)
-    params.inner_magic, params.each_magic = magic(cut.inner), magic(cut.each)
+    params.each_magic = magic(cut.each)
+    params.key_magic = magic(max(1, task.nope + 2 * task.half))
+    params.value_magic = magic(max(1, task.v))
     return params
 
 

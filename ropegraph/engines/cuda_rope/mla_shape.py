@@ -9,20 +9,21 @@ from ropegraph.engines.cuda_rope.mla import Mode, Task
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_WORD, MAX_X, MAX_YZ
 
 BLOCK, ACROSS = 32, 8  # elements that share an MXFP8 scale; vectors of a tile of 32 tokens
+SHARED_BYTES = 48 * 1024  # that a block has without asking for more
 
 
 @dataclass(frozen=True)
 class Cut:
     """How one kernel works on a task.
 
-    part_heads, parts: heads a warp takes, and how many times to have all.  shares: warps for a
-    tile of tokens, ``inner`` of each part, ``each`` of each head.  batch: entries along x.
+    part_heads, parts: heads a warp takes (MXFP8 by vectors: a block), and how many times to have
+    all.  shares: warps, or blocks, for a tile of tokens, ``each`` of each head.  batch: entries
+    along x.
     """
 
     part_heads: int
     parts: int
     shares: int
-    inner: int
     each: int
     log_group: int
     batch: int
@@ -36,7 +37,8 @@ def vector_of(task: Task) -> int:
     """
     vec = MAX_WORD // task.data.itemsize
     if task.mode is Mode.MXFP8:
-        fitting = (n for n in (task.tuning.vec, vec) if task.nope % BLOCK == 0 and _fits(task, n))
+        is_regular = task.nope % BLOCK == 0 and _shared_heads(task) > 0
+        fitting = (n for n in (task.tuning.vec, vec) if is_regular and _fits(task, n))
         return next(fitting, 1)
     while vec > 1 and not _fits(task, vec):
         vec //= 2
@@ -64,8 +66,19 @@ def _fits(task: Task, vec: int) -> bool:
     return True
 
 
+def _shared_heads(task: Task) -> int:
+    """Heads of which a block has room for the scales, beside 32 tokens of what turns, in bf16."""
+    room = SHARED_BYTES - BLOCK * 2 * task.half * 2
+    return room // max(1, task.nope + 2 * task.half + task.v)
+
+
+def scales_of(task: Task, part_heads: int) -> int:
+    """MXFP8 scales of a token in so many heads."""
+    return part_heads * (task.nope + 2 * task.half + task.v) // BLOCK
+
+
 def cut_of(task: Task, vec: int) -> Cut:
-    """Heads a warp takes, and the grid over all of them."""
+    """Heads a warp or a block takes, and the grid over all of them."""
     tuning = task.tuning
     if task.mode is not Mode.MXFP8:
         tokens = tuning.tokens if vec > 1 else 1
@@ -74,32 +87,28 @@ def cut_of(task: Task, vec: int) -> Cut:
         parts = -(-task.heads // part_heads)
         tiles = -(-task.tokens // tokens)
         sums = tokens if task.mode is Mode.BACKWARD else 0
-        return _cut(task, part_heads, parts, 1, 1, sums, tiles)
+        return _cut(task, part_heads, parts, 1, sums, tiles, tuning.warps)
     tiles = task.tokens // BLOCK
     if vec == 1:
-        each = (task.nope + 2 * task.half + task.v) // BLOCK
-        return _cut(task, 1, task.heads, each, each, 0, tiles)
-    part_heads = max(1, min(task.heads, tuning.units))
-    parts = -(-task.heads // part_heads)
-    tile = ACROSS * vec
-    each = -(-task.nope // tile) + -(-task.v // tile)
-    inner = part_heads * each + -(-2 * task.half // tile)
-    return _cut(task, part_heads, parts, inner, each, 0, tiles)
+        each = scales_of(task, 1)
+        return _cut(task, 1, task.heads, each, 0, tiles, tuning.warps)
+    part_heads = max(1, min(task.heads, tuning.units, _shared_heads(task)))
+    return _cut(task, part_heads, -(-task.heads // part_heads), 1, 0, tiles, 1)
 
 
 def _cut(
-    task: Task, part_heads: int, parts: int, inner: int, each: int, sums: int, tiles: int
+    task: Task, part_heads: int, parts: int, each: int, sums: int, tiles: int, together: int
 ) -> Cut:
-    """The grid; the kernel leaves out what is too many."""
-    tuning, shares = task.tuning, parts * inner + sums
+    """The grid, of blocks that have ``together`` shares; the kernel leaves out what is too many."""
+    tuning, shares = task.tuning, parts * each + sums
     log_group = tuning.log_group
     while log_group and 2**log_group > tiles:
         log_group -= 1
-    warps = (-(-tiles >> log_group) << log_group) * shares
+    works = (-(-tiles >> log_group) << log_group) * shares
     batch = task.batch if tuning.is_batch_inner or task.is_batch_next else 1
-    if warps * batch > MAX_X:
+    if works * batch > MAX_X:
         batch = 1
     entries = -(-task.batch // max(1, batch))
     z = max(1, -(-entries // MAX_YZ))
-    grid = max(1, -(-warps * batch // tuning.warps)), max(1, -(-entries // z)), z
-    return Cut(part_heads, parts, shares, inner, each, log_group, max(1, batch), grid)
+    grid = max(1, -(-works * batch // together)), max(1, -(-entries // z)), z
+    return Cut(part_heads, parts, shares, each, log_group, max(1, batch), grid)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ropegraph.dtypes import DType
 from ropegraph.engines.cuda_rope.mla import Mode, Task, Tuning
-from ropegraph.engines.cuda_rope.mla_shape import vector_of
+from ropegraph.engines.cuda_rope.mla_shape import cut_of, scales_of, vector_of
 from ropegraph.engines.cuda_rope.unit import Unit
 
 SOURCE = Path(__file__).with_name("mla.cu")
@@ -15,13 +15,19 @@ SOURCE = Path(__file__).with_name("mla.cu")
 
 @dataclass(frozen=True)
 class MlaVariant(Unit):
-    """One translation unit: mla_vector for ``vec`` > 1, and mla_any."""
+    """One translation unit: mla_vector for ``vec`` > 1, and mla_any.
+
+    turn, scales: of mla_vector for MXFP8, channels that turn, and blocks of a token in a block's
+    heads.
+    """
 
     mode: Mode
     data: DType
     table: DType
     vec: int
     tuning: Tuning = field(default_factory=Tuning)
+    turn: int = 0
+    scales: int = 1
 
     @property
     def macros(self) -> dict[str, str]:
@@ -35,6 +41,8 @@ class MlaVariant(Unit):
             "MLA_TOKENS": str(self.tuning.tokens),
             "MLA_WARPS": str(self.tuning.warps),
             "MLA_RESIDENT": str(self.tuning.resident),
+            "MLA_TURN": str(self.turn),
+            "MLA_SCALES": str(self.scales),
         }
 
     @property
@@ -48,4 +56,9 @@ class MlaVariant(Unit):
 
 def variant_of_task(task: Task) -> MlaVariant:
     """The kernels for a task."""
-    return MlaVariant(task.mode, task.data, task.table, vector_of(task), task.tuning)
+    vec = vector_of(task)
+    kernels = MlaVariant(task.mode, task.data, task.table, vec, task.tuning)
+    if task.mode is not Mode.MXFP8 or vec == 1:
+        return kernels
+    scales = scales_of(task, cut_of(task, vec).part_heads)
+    return replace(kernels, turn=2 * task.half, scales=scales)

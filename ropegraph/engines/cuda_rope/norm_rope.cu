@@ -28,7 +28,11 @@
 namespace {
 
 constexpr bool kFirst = NORM_FIRST;
-constexpr bool kBlends = NORM_FIRST && !NORM_WHOLE;  // the forward, one weight for all heads
+// What all heads of a token share lies in shared memory: in registers it would take the place of
+// loads in flight. In the forward weight and rotation are one where the norm comes first.
+constexpr bool kBlends = !NORM_BACKWARD && NORM_FIRST && !NORM_WHOLE;
+// Tables with a column for each channel, and weights of more than one head, stay in registers.
+constexpr bool kKeeps = kColumns == 1 && (NORM_BACKWARD || !(NORM_FIRST || NORM_WHOLE));
 // On the side of the norm, channels lie as they are read, or as they are written.
 constexpr bool kNormPairs = (NORM_FIRST != NORM_BACKWARD) ? ROPE_READ_PAIRS : ROPE_WRITE_PAIRS;
 constexpr float kLargest = 1e37f;  // a mean of squares past which they are made again, scaled
@@ -290,8 +294,7 @@ struct alignas(16) Blend {
 };
 
 // The weight goes into the rotation that follows it, and into the scale of what does not turn:
-// once a token, where it would be once a row. Each lane keeps its own in shared memory: in
-// registers they would take the place of loads in flight.
+// once a token, where it would be once a row.
 template <int V, int T, int P>
 __device__ inline void blend(const Turn<V> (&turn)[T], float factor, float scale,
                              Row<V, T, P>& weight, Blend (*blends)[kLanes], int lane) {
@@ -331,6 +334,62 @@ __device__ inline void turn_row(const Blend (*blends)[kLanes], int lane,
 #pragma unroll
     for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], weight.p[i][k]);
   }
+}
+
+// Of a pair: its angle, and the weights of its channels, in shared memory as Blend is.
+struct alignas(16) Kept {
+  float cos, sin, a, c;
+};
+
+template <int V, int T, int P>
+__device__ inline void keep_weight(const Row<V, T, P>& weight, Kept (*kept)[kLanes], int lane) {
+#pragma unroll
+  for (int i = 0; i < T * V; ++i) {
+    kept[i][lane].a = weight.a[i / V][i % V];
+    kept[i][lane].c = weight.c[i / V][i % V];
+  }
+}
+
+template <int V, int T>
+__device__ inline void keep_turn(const Turn<V> (&turn)[T], Kept (*kept)[kLanes], int lane) {
+#pragma unroll
+  for (int i = 0; i < T * V; ++i) {
+    kept[i][lane].cos = turn[i / V].cos[0][i % V];
+    kept[i][lane].sin = turn[i / V].sin[0][i % V];
+  }
+}
+
+// forth: against the angle.
+template <int V, int T, int P>
+__device__ inline void turn_row(const Kept (*kept)[kLanes], int lane, bool forth, float factor,
+                                float scale, Row<V, T, P>& row) {
+#pragma unroll
+  for (int t = 0; t < T; ++t) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+      const float cos = kept[t * V + k][lane].cos, sin = kept[t * V + k][lane].sin;
+      float &x1 = forth ? row.c[t][k] : row.a[t][k], &x2 = forth ? row.a[t][k] : row.c[t][k];
+      rotate_pair(factor, x1, x2, cos, sin, cos, sin, x1, x2);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], scale);
+  }
+}
+
+// f(value, weight) of each channel. weight: holds those of channels that do not turn.
+template <int V, int T, int P, typename F>
+__device__ inline void with_weight(const Kept (*kept)[kLanes], int lane,
+                                   const Row<V, T, P>& weight, Row<V, T, P>& row, F f) {
+#pragma unroll
+  for (int i = 0; i < T * V; ++i) {
+    f(row.a[i / V][i % V], kept[i][lane].a);
+    f(row.c[i / V][i % V], kept[i][lane].c);
+  }
+#pragma unroll
+  for (int i = 0; i < P * V; ++i) f(row.p[i / V][i % V], weight.p[i / V][i % V]);
 }
 
 // The other way round: of an adjoint, what it is the adjoint of.
@@ -417,12 +476,20 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
   __shared__ Blend blends[kBlends ? NORM_WARPS : 1][kBlends ? T * V : 1][kLanes];
   Blend(*const own)[kLanes] = blends[kBlends ? threadIdx.x / kLanes : 0];
   if constexpr (kBlends) blend(turn, job.factor, scale, weight, own, lane);
+  __shared__ Kept block_kept[kKeeps ? NORM_WARPS : 1][kKeeps ? T * V : 1][kLanes];
+  Kept(*const kept)[kLanes] = block_kept[kKeeps ? threadIdx.x / kLanes : 0];
+  if constexpr (kKeeps) keep_weight(weight, kept, lane), keep_turn(turn, kept, lane);
 
   // What is squared.
   const auto normed = [&](const Packed<ROPE_IN, V, T, P>& packed) {
     Row<V, T, P> row = packed.template wide<ROPE_READ_PAIRS>();
     if constexpr (!kFirst) {
-      turn_row(turn, job.factor, scale, row);
+      if constexpr (kKeeps) {
+        asm volatile("" ::: "memory");  // as above
+        turn_row(kept, lane, false, job.factor, scale, row);
+      } else {
+        turn_row(turn, job.factor, scale, row);
+      }
       if (is_dead) row.each([&](float& value) { value = token.value; });
     }
     return row;
@@ -486,7 +553,9 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
         row.each([&](float& value) { value = times(value, inverse); });
         turn_row(own, lane, weight, row);
       } else {
-        row.with(weight, [&](float& value, float w) { value = times(value, times(inverse, w)); });
+        const auto weigh = [&](float& value, float w) { value = times(value, times(inverse, w)); };
+        if constexpr (kKeeps) with_weight(kept, lane, weight, row, weigh);
+        else row.with(weight, weigh);
         if constexpr (kFirst) turn_row(turn, job.factor, scale, row);
       }
       if constexpr (kFirst) {
@@ -536,34 +605,6 @@ __device__ inline void norm_walk(const NormParams& p) {
 #else
 
 // ---- backward -----------------------------------------------------------------------------------
-
-// Of a pair: its angle, and the weights of its channels. In shared memory, as Blend is, where a pair
-// has one angle: tables with a column for each channel stay in registers.
-struct alignas(16) Kept {
-  float cos, sin, a, c;
-};
-
-constexpr bool kKeeps = kColumns == 1;
-
-// forth: against the angle.
-template <int V, int T, int P>
-__device__ inline void turn_row(const Kept (*kept)[kLanes], int lane, bool forth, float factor,
-                                float scale, Row<V, T, P>& row) {
-#pragma unroll
-  for (int t = 0; t < T; ++t) {
-#pragma unroll
-    for (int k = 0; k < V; ++k) {
-      const float cos = kept[t * V + k][lane].cos, sin = kept[t * V + k][lane].sin;
-      float &x1 = forth ? row.c[t][k] : row.a[t][k], &x2 = forth ? row.a[t][k] : row.c[t][k];
-      rotate_pair(factor, x1, x2, cos, sin, cos, sin, x1, x2);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < P; ++i) {
-#pragma unroll
-    for (int k = 0; k < V; ++k) row.p[i][k] = times(row.p[i][k], scale);
-  }
-}
 
 // True where the row that the lane holds a part of is zero. All lanes must come here.
 template <int V, int T, int P>
@@ -671,13 +712,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
                  : weight_of(norm, weighed, 0, true);
   __shared__ Kept block_kept[kKeeps ? NORM_WARPS : 1][kKeeps ? T * V : 1][kLanes];
   Kept(*const kept)[kLanes] = block_kept[kKeeps ? threadIdx.x / kLanes : 0];
-  if constexpr (kKeeps) {
-#pragma unroll
-    for (int i = 0; i < T * V; ++i) {
-      kept[i][lane].a = weight.a[i / V][i % V];
-      kept[i][lane].c = weight.c[i / V][i % V];
-    }
-  }
+  if constexpr (kKeeps) keep_weight(weight, kept, lane);
   Row<V, T, P> sums;
   sums.each([](float& x) { x = 0.0f; });
 
@@ -710,11 +745,7 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
     Turn<V> turn[T], forth[T];
     turn_of<V, T, A>(job, token, seat, lane, turn);
     if constexpr (kKeeps) {
-#pragma unroll
-      for (int i = 0; i < T * V; ++i) {
-        kept[i][lane].cos = turn[i / V].cos[0][i % V];
-        kept[i][lane].sin = turn[i / V].sin[0][i % V];
-      }
+      keep_turn(turn, kept, lane);
     } else if constexpr (!kFirst) {
 #pragma unroll
       for (int t = 0; t < T; ++t) reverse(turn[t], forth[t]);
@@ -769,20 +800,9 @@ __device__ inline void norm_items(const Job& job, const Norm& norm, int part, in
           sums.p[i][k] = fused(grad.p[i][k], n.p[i][k], sums.p[i][k]);
         }
       }
-      if constexpr (kKeeps) {
-#pragma unroll
-        for (int i = 0; i < T * V; ++i) {
-          float &a = grad.a[i / V][i % V], &c = grad.c[i / V][i % V];
-          a = times(a, kept[i][lane].a);
-          c = times(c, kept[i][lane].c);
-        }
-#pragma unroll
-        for (int i = 0; i < P * V; ++i) {
-          grad.p[i / V][i % V] = times(grad.p[i / V][i % V], weight.p[i / V][i % V]);
-        }
-      } else {
-        grad.with(weight, [](float& value, float w) { value = times(value, w); });
-      }
+      const auto weigh = [](float& value, float w) { value = times(value, w); };
+      if constexpr (kKeeps) with_weight(kept, lane, weight, grad, weigh);
+      else grad.with(weight, weigh);
       const float mean =
           NORM_WHOLE ? whole_mean : lane_sum(dot(grad, n), lane, 1, split.lanes) * norm.per;
       grad.with(n, [&](float& g, float value) { g = times(own, fused(minus(value), mean, g)); });

@@ -45,8 +45,8 @@ class NormVariant(Unit):
         wide = held * self.vec * (2 if self.kind.is_full else 1)
         if self.is_backward:
             return 16 if wide <= 16 else 8
-        if self.norm_first and not self.is_whole and wide <= 16:
-            return 28  # weight and rotation lie in shared memory
+        if not self.is_whole and wide <= 16:
+            return 28 if self.norm_first else 24  # weight and rotation lie in shared memory
         return 20 if wide <= 16 else 12
 
     @property
