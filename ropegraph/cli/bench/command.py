@@ -29,9 +29,9 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "bench",
         help="time rope + attention beside what else is installed, in one run",
-        description="Rotary attention beside plain torch on a CPU; on a GPU beside a device copy "
-        "and those of Hugging Face, torch.compile and Liger that are installed. All in one run; "
-        "results are compared before they are timed.",
+        description="Rotary attention beside plain torch on a CPU; on a GPU, every fused form too, "
+        "beside a device copy and those of Hugging Face, torch.compile and Liger that are "
+        "installed. All in one run; results are compared before they are timed.",
     )
     command.add_argument(
         "--device",
