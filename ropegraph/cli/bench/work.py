@@ -20,13 +20,12 @@ Record = Callable[[rg.pygraph, Handles], object]
 
 
 class Work:
-    """A graph that runs when it is called, on ``pack``.
+    """A graph of one launch, which runs when it is called, on ``pack``.
 
     results: buffers of some outputs; the rest is allocated.  changed: inputs that it writes over.
-    steps: how many launches it is to take.  idle_bytes: of its buffers, what none of them touches;
-    of what is written over it counts twice.
-    Raises AssertionError if it takes another number of launches, or if anything that it writes is
-    not what another engine writes.
+    idle_bytes: of its buffers, what the launch does not touch; of what is written over, twice.
+    Raises AssertionError if it takes more launches, or if anything that it writes is not what
+    another engine writes.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class Work:
         results: Mapping[str, Tensor] | None = None,
         changed: Iterable[str] = (),
         idle_bytes: int = 0,
-        steps: int = 1,
     ) -> None:
         self.name, self.inputs, self.record, self.changed = name, inputs, record, tuple(changed)
         self.graph = self._graph()
-        if len(self.graph.plan.steps) != steps:
-            raise AssertionError(f"{name} takes {self.graph.plan.steps}, not {steps} launches")
+        taken = [step.name for step in self.graph.plan.steps]
+        if len(taken) != 1:
+            raise AssertionError(f"{name} takes {len(taken)} launches, not one: {taken}")
         self.pack = {**inputs, **self.graph.allocate(), **(results or {})}
         moved = [*self.pack.values(), *(inputs[n] for n in self.changed)]
         self.moved_bytes = sum(x.numel() * x.element_size() for x in moved) - idle_bytes
@@ -60,7 +59,8 @@ class Work:
 
     def _compare(self) -> None:
         ran = {step.engine for step in self.graph.plan.steps}
-        other = self._graph("reference" if "torch" in ran else "torch")
+        engine = "reference" if "torch" in ran else "torch"
+        other = self._graph(engine)
         theirs = {**self.inputs, **other.allocate()}
         theirs |= {n: self.inputs[n].clone() for n in self.changed}
         made = [n for n in self.pack if n not in self.inputs]
@@ -71,7 +71,7 @@ class Work:
         self()
         for n in (*made, *self.changed):
             if not _is_near(self.pack[n], theirs[n]):
-                raise AssertionError(f"{self.name}: {n} is not what {other.plan.steps} writes")
+                raise AssertionError(f"{self.name}: {n} is not what the engine {engine} writes")
 
 
 def _is_near(got: Tensor, want: Tensor) -> bool:
