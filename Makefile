@@ -75,7 +75,7 @@ format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## time rope + attention beside plain torch (ARGS="--record FILE" keeps the table)
+bench: $(STAMP)  ## time rope + attention, on a GPU every fused form too (ARGS="--record FILE --only GROUP")
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m ropegraph bench $(ARGS)
 
 clean:  ## remove .venv and everything built

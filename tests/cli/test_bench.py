@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ropegraph.__main__ import main
-from ropegraph.cli.bench import command, cpu
+from ropegraph.cli.bench import command, cpu, gpu
 from ropegraph.cli.bench.row import Row, notes, table
 from ropegraph.cli.bench.timing import paired
 
@@ -25,17 +25,18 @@ TABLE = """\
 
 def test_the_table_and_what_its_figures_mean() -> None:
     assert table(ROWS) == TABLE
-    lines = notes(ROWS).splitlines()
+    lines = notes(ROWS, "cpu").splitlines()
     assert "smaller is better" in lines[0]
     assert [line.split()[1] for line in lines[1:]] == ["x", "us", "ms"]
-    assert len(notes(ROWS[:1]).splitlines()) == 2
+    assert len(notes(ROWS[:1], "cuda").splitlines()) == 2
+    assert notes(ROWS[:1], "cuda") != notes(ROWS[:1], "cpu")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu.md", "cpu.json", "v1.2"])
 def test_a_record_is_a_page_and_numbers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command.cpu, "rows", lambda: ROWS)
+    monkeypatch.setattr(command.cpu, "rows", lambda names: ROWS)
     assert main(["bench", "--device", "cpu", "--record", str(tmp_path / "deep" / name)]) == 0
     stem = "v1.2" if name == "v1.2" else "cpu"
     page = (tmp_path / "deep" / f"{stem}.md").read_text()
@@ -54,7 +55,7 @@ def test_a_row_of_several_processes_is_its_medians() -> None:
 def test_json_alone_is_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command.cpu, "rows", lambda: ROWS)
+    monkeypatch.setattr(command.cpu, "rows", lambda names: ROWS)
     assert main(["bench", "--device", "cpu", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 3
 
@@ -64,3 +65,34 @@ def test_paired_timing_calls_both_sides_in_turn() -> None:
     times = paired(lambda: calls.append("ours"), lambda: calls.append("theirs"), rounds=3, calls=2)
     assert calls == ["ours"] * 2 + ["theirs"] * 2 + (["ours"] * 2 + ["theirs"] * 2) * 3
     assert times.ratio > 0
+
+
+def test_only_some_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command.cpu, "rows", lambda names: asked.append(names) or ROWS)
+    record = ["--record", str(tmp_path / "part")]
+    assert main(["bench", "--device", "cpu", "--only", "host", "attention", *record]) == 0
+    assert main(["bench", "--device", "cpu"]) == 0
+    assert asked == [["attention", "host"], ["attention", "training", "host"]]
+    page = (tmp_path / "part.md").read_text()
+    assert '`make bench ARGS="--only host attention"`' in page
+    assert main(["bench", "--device", "cpu", "--only", "host", "mla"]) == 2
+    assert "no group mla; use attention, training, host" in capsys.readouterr().err
+
+
+def test_an_unknown_group_is_an_error_that_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--only", "fused"])
+    message = capsys.readouterr().err
+    assert "fused" in message
+    assert all(name in message for name in {**gpu.GROUPS, **cpu.GROUPS})
+
+
+def test_groups_are_measured_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "GROUPS", {"a": lambda: ROWS[:1], "b": lambda: ROWS[1:]})
+    assert gpu.rows(["b", "a"]) == ROWS[1:] + ROWS[:1]
+    assert capsys.readouterr().err.splitlines() == ["measuring b ...", "measuring a ..."]

@@ -1,8 +1,9 @@
 """Time norm and rotation on a GPU:  python -m tests.kernels.bench_norm_rope [OUT.json].
 
 Needs CuPy and Triton. Medians of triton.testing.do_bench, which clears the L2 before each run.
-Beside each launch stand rope alone on the same tensors and one copy of as many bytes. With --tune
-it tries other warps an SM, units a warp and numbers of backward warps.
+Beside each launch stand rope alone on the same tensors and one copy of as many bytes, at sizes and
+types that `make bench` does not time. With --tune it tries other warps an SM, units a warp and
+numbers of backward warps, at a size that `make bench` times.
 """
 
 from __future__ import annotations
@@ -197,9 +198,8 @@ def tune(size: Size) -> Iterator[Row]:
 
 
 SIZES = (
-    Size(), Size(layout="bhsd"), Size(b=1, s=131072), Size(b=1, s=2048), Size(b=64, s=1),
-    Size(d=64), Size(d=256), Size(dtype=torch.float16), Size(dtype=torch.float32), Size(r=64),
-    Size(h=40, h_kv=8),
+    Size(layout="bhsd"), Size(b=1, s=2048), Size(b=64, s=1), Size(d=64), Size(d=256),
+    Size(dtype=torch.float16), Size(dtype=torch.float32), Size(r=64), Size(h=40, h_kv=8),
 )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 Needs CuPy and Triton. Times are medians of triton.testing.do_bench, which clears the L2 before each
 run: device time by CUDA events, one launch at a time. --sources leaves out what does not concern
-sources of angles and positions, --fused in its place what concerns neither caches nor QKV packed by
-groups. With --render it prints such a record as Markdown.
+sources of angles and positions. With --render it prints such a record as Markdown.
+What `make bench` times (large bshd, in place, pairs, THD, context parallel, fused) is not here.
 tests/gpu/test_cuda_rope.py checks what is timed here.
 """
 
@@ -57,14 +57,13 @@ def data(b: int, s: int, h: int, d: int, layout: str, dtype: torch.dtype = BF16)
     return torch.randn(b, s, h, d, device="cuda", dtype=dtype).transpose(1, 2)
 
 
-def pair(q: Tensor, k: Tensor, op: Rope | RopeBackward, *, in_place: bool = False) -> Case:
+def pair(q: Tensor, k: Tensor, op: Rope | RopeBackward) -> Case:
     read, written = ("dY", "dX") if isinstance(op, RopeBackward) else ("input", "output")
     width = op.rope_dim // 2 if op.half_width else op.rope_dim
     freqs = table(q.shape[2], op.rope_dim)[..., :width].contiguous()
-    outputs = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
     tensors: dict[str, Tensor] = {}
-    for i, (x, y) in enumerate(zip((q, k), outputs, strict=True)):
-        tensors |= {f"{read}{i}": x, f"freqs{i}": freqs, f"{written}{i}": y}
+    for i, x in enumerate((q, k)):
+        tensors |= {f"{read}{i}": x, f"freqs{i}": freqs, f"{written}{i}": torch.empty_like(x)}
     op = replace(op, output_scale=0.088)
     return case(RopePair((op, replace(op, output_scale=1.0))), **tensors)  # type: ignore[arg-type]
 
@@ -122,20 +121,16 @@ def shapes() -> list[Row]:
     rows: list[Row] = []
     forward = Rope(128, 0)
     backward = RopeBackward(128, 0)
-    sizes = [(2, 8192, 91.0), (1, 131_072, 655.0), (1, 2048, 17.0), (8, 512, None), (1, 256, None),
-             (64, 1, None)]  # fmt: skip
-    for b, s, target in sizes:
-        for layout in ("bshd", "bhsd"):
-            if layout == "bhsd" and s in (1, 256, 512):
-                continue
-            q, k = data(b, s, 32, 128, layout), data(b, s, 8, 128, layout)
-            name = f"b{b} s{s} {layout}"
-            rows.append(copy_row(f"copy Q, copy K; {name}", q, k))
-            rows.append(measure(f"rope Q+K; {name}", pair(q, k, forward), target))
-            rows.append(measure(f"rope backward dQ+dK; {name}", pair(q, k, backward), target))
-            if layout == "bshd":
-                rows.append(copy_row(f"one copy of as many bytes; {name}", torch.cat([q, k], 1)))
-            del q, k
+    sizes = [("bhsd", 2, 8192, 91.0), ("bhsd", 1, 131_072, 655.0), ("bhsd", 1, 2048, 17.0),
+             ("bshd", 8, 512, None), ("bshd", 1, 256, None), ("bshd", 64, 1, None)]  # fmt: skip
+    for layout, b, s, target in sizes:
+        q, k = data(b, s, 32, 128, layout), data(b, s, 8, 128, layout)
+        name = f"b{b} s{s} {layout}"
+        rows.append(copy_row(f"copy Q, copy K; {name}", q, k))
+        rows.append(measure(f"rope Q+K; {name}", pair(q, k, forward), target))
+        rows.append(measure(f"rope backward dQ+dK; {name}", pair(q, k, backward), target))
+        rows.append(copy_row(f"one copy of as many bytes; {name}", torch.cat([q, k], 1)))
+        del q, k
     return rows
 
 
@@ -145,13 +140,11 @@ def kinds() -> list[Row]:
     b, s = 2, 8192
     packed = torch.randn(b, s, 48, 128, device="cuda", dtype=BF16).transpose(1, 2)
     q, k = packed[:, :32], packed[:, 32:40]
-    rows.append(measure("in place inside packed QKV", pair(q, k, Rope(128, 0), in_place=True), 91))
     rows.append(measure("from packed QKV", pair(q, k, Rope(128, 0)), 91))
     del packed
     q, k = data(b, s, 32, 128, "bshd"), data(b, s, 8, 128, "bshd")
     pairs = Rope(128, 0, interleaved=True, interleaved_output=True, half_width=True)
     plan: list[tuple[str, Rope | RopeBackward]] = [
-        ("pairs", pairs),
         ("pairs in, halves out", replace(pairs, interleaved_output=False)),
         ("half-width table", Rope(128, 0, half_width=True)),
         ("full table", Rope(128, 0, table_layout="full")),
@@ -239,16 +232,10 @@ def main(arguments: Sequence[str]) -> None:
     import cupy
     import triton
 
-    from tests.kernels.bench_fused import fused
     from tests.kernels.bench_sources import sources
 
     torch.manual_seed(0)
-    if "--fused" in arguments:
-        rows = fused()
-    elif "--sources" in arguments:
-        rows = sources()
-    else:
-        rows = shapes() + kinds() + sources() + fused()
+    rows = sources() if "--sources" in arguments else shapes() + kinds() + sources()
     small = pair(data(1, 256, 32, 128, "bshd"), data(1, 256, 8, 128, "bshd"), Rope(128, 0))
     record = {
         "date": time.strftime("%Y-%m-%d"),

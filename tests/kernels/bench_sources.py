@@ -1,4 +1,7 @@
-"""What bench_rope times of sources of angles and positions; each launch is checked before."""
+"""What bench_rope times of sources of angles and positions; each launch is checked before.
+
+THD and context parallel by a table of angles are rows of `make bench`.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,6 @@ def positions(
         ),
         checked("position_ids at random", both(q, k, half, **freqs, position_ids=mixed)),
         checked("start_positions", both(q, k, half, **longer, start_positions=starts), limit),
-        checked("context parallel, rank 1 of 2", both(q, k, ranked, **longer), limit),
         checked(
             "context parallel, bf16 cos and sin",
             both(q, k, replace(ranked, angles="cos_sin"), **angles_of(2 * s, BF16)["cos_sin"]),
@@ -145,28 +147,17 @@ def packed(half: Rope, exact: Rope, freqs: dict[str, Tensor], made: dict[str, Te
     limit = AS_DENSE * rows[0].us
     few = torch.tensor([5000, 100, 3000, 1, 4096, 2000, 1500, 687])
     many = torch.full((256,), 64)
-    ranked = replace(half, cp_size=2, cp_rank=1)
     for what, lengths in (("8 sequences", few), ("256 sequences", many)):
         bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to("cuda", torch.int32)
         starts = torch.arange(len(lengths), device="cuda", dtype=torch.int32)
         given = {"cu_seqlens": bounds}
         rows += [
-            checked(f"THD, {what}", both(q, k, half, **freqs, **given), limit),
             checked(
                 f"THD, {what}, start_positions",
                 both(q, k, half, **freqs, **given, start_positions=starts), limit,
             ),
             checked(f"THD, {what}, inv_freq exact", both(q, k, exact, **made, **given), limit),
         ]  # fmt: skip
-        even = torch.cat([torch.zeros(1), (lengths // 2 * 4).cumsum(0)]).to("cuda", torch.int32)
-        longer = {"freqs": table(16_384, 128)[..., :64].contiguous()}
-        rows.append(
-            checked(
-                f"THD, {what}, context parallel",
-                both(q, k, ranked, **longer, cu_seqlens=even),
-                limit,
-            )
-        )
     return rows
 
 

@@ -31,9 +31,9 @@ from ropegraph.engines.cuda_rope.mla_launch import MlaLaunch
 from ropegraph.engines.cuda_rope.mla_variant import MlaVariant, variant_of_task
 from ropegraph.engines.torch_executor.engine import TorchExecutor
 from ropegraph.lowering.engine import Device
-from tests.kernels.bench_mla import backward, forward, mxfp8
 from tests.kernels.bench_rope import stream
 from tests.kernels.cases import Case
+from tests.kernels.mla_large import backward, forward, mxfp8
 from tests.kernels.nvrtc import cubin
 
 MAKE = {Mode.FORWARD: forward, Mode.MXFP8: mxfp8, Mode.BACKWARD: backward}

@@ -21,6 +21,7 @@ from ropegraph.cli.bench import cpu, gpu
 from ropegraph.cli.bench.row import notes, table
 from ropegraph.cli.device import chosen
 from ropegraph.cli.doctor.facts import processor
+from ropegraph.cli.refusal import Refusal
 
 
 def add_to(commands: Any) -> None:
@@ -28,9 +29,9 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "bench",
         help="time rope + attention beside what else is installed, in one run",
-        description="Rotary attention beside plain torch on a CPU; on a GPU beside a device copy "
-        "and those of Hugging Face, torch.compile and Liger that are installed. All in one run; "
-        "results are compared before they are timed.",
+        description="Rotary attention beside plain torch on a CPU; on a GPU, every fused form too, "
+        "beside a device copy and those of Hugging Face, torch.compile and Liger that are "
+        "installed. All in one run; results are compared before they are timed.",
     )
     command.add_argument(
         "--device",
@@ -44,29 +45,45 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="also write the table to FILE.md and the numbers to FILE.json",
     )
+    command.add_argument(
+        "--only",
+        nargs="+",
+        choices=list({**gpu.GROUPS, **cpu.GROUPS}),
+        metavar="GROUP",
+        help=f"measure these groups alone: on a GPU of {', '.join(gpu.GROUPS)}; on a CPU of "
+        f"{', '.join(cpu.GROUPS)}",
+    )
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and keep the record; the status is 0 whatever the figures are."""
     device = chosen(options.device, "bench")
-    print("measuring, for about two minutes ...", file=sys.stderr, flush=True)
-    measured = gpu.rows() if device == "cuda" else cpu.rows()
+    place = gpu if device == "cuda" else cpu
+    missing = [name for name in options.only or () if name not in place.GROUPS]
+    if missing:
+        raise Refusal(
+            f"bench: on this device ({device}) there is no group {', '.join(missing)}; use "
+            f"{', '.join(place.GROUPS)}"
+        )
+    print("measuring, for a few minutes ...", file=sys.stderr, flush=True)
+    measured = place.rows([name for name in place.GROUPS if name in (options.only or place.GROUPS)])
     facts = _facts(device)
     data = json.dumps({**facts, "rows": [asdict(r) for r in measured]}, indent=1)
-    text = f"{table(measured)}\n\n{notes(measured)}"
+    text = f"{table(measured)}\n\n{notes(measured, device)}"
     print(data if options.json else text)
     if options.record is not None:
-        _record(options.record, facts, text, data)
+        part = f' ARGS="--only {" ".join(options.only)}"' if options.only else ""
+        _record(options.record, f"make bench{part}", facts, text, data)
     return 0
 
 
-def _record(file: Path, facts: dict[str, str], text: str, data: str) -> None:
+def _record(file: Path, made_by: str, facts: dict[str, str], text: str, data: str) -> None:
     """Write FILE.md and FILE.json; FILE may be given with either ending."""
     if file.suffix in (".md", ".json"):
         file = file.with_suffix("")
     about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    page = f"# Benchmark on {facts['device']}\n\nOne run of `make bench`.\n\n{about}\n\n{text}\n"
+    page = f"# Benchmark on {facts['device']}\n\nOne run of `{made_by}`.\n\n{about}\n\n{text}\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.with_name(f"{file.name}.md").write_text(page)
     file.with_name(f"{file.name}.json").write_text(data + "\n")

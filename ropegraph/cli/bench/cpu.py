@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -116,14 +117,18 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def rows() -> list[Row]:
-    """Measure every row in several fresh processes; each figure is the median over them.
+def rows(names: Sequence[str]) -> list[Row]:
+    """Measure these groups in several fresh processes; each figure is the median over them.
 
     How the allocator places torch's temporaries differs from process to process, and moves the
     ratios by up to a tenth; within one process it stays as it is.
     """
+    runs: list[list[Row]] = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        runs = pool.map(_rows_once, range(PROCESSES), chunksize=1)
+        for run in pool.imap(_rows_once, [names] * PROCESSES):
+            runs.append(run)
+            done = f"measured {', '.join(names)} in {len(runs)} of {PROCESSES} processes"
+            print(done, file=sys.stderr, flush=True)
     return [_median(same) for same in zip(*runs, strict=True)]
 
 
@@ -138,9 +143,13 @@ def _median(same: Sequence[Row]) -> Row:
     )
 
 
-def _rows_once(_: int) -> list[Row]:
-    """Every row, in this process, with two threads."""
+def _rows_once(names: Sequence[str]) -> list[Row]:
+    """The rows of these groups, in this process, with two threads."""
     torch.set_num_threads(2)
+    return [row for name in names for row in GROUPS[name]()]
+
+
+def _attention() -> list[Row]:
     found: list[Row] = []
     sizes = ((1024, "f32 b1 h8 s1024 d64", 30), (4096, "f32 b1 h8 s4096 d64", 5))
     for s, name, rounds in sizes:
@@ -152,15 +161,23 @@ def _rows_once(_: int) -> list[Row]:
         t = paired(*case.step_pair(), rounds)
         work = f"forward + backward, {name}"
         found.append(Row(work, t.ours_us, t.ratio, 1.0, "x", {f"{PLAIN}, autograd": t.other_us}))
+    return found
+
+
+def _training() -> list[Row]:
     t = paired(*Case(1, 8, 1024, 64).autograd_pair(), 30)
     work = "training step by autograd, f32 b1 h8 s1024 d64"
-    found.append(Row(work, t.ours_us, t.ratio, 0.95, "x", {f"{PLAIN}, autograd": t.other_us}))
+    return [Row(work, t.ours_us, t.ratio, 0.95, "x", {f"{PLAIN}, autograd": t.other_us})]
+
+
+def _host() -> list[Row]:
     t = paired(*Case(1, 1, 1, 8).forward_pair(), 30, calls=200)
     more = t.ours_us - t.other_us
-    found.append(Row("execute, b1 h1 s1 d8", t.ours_us, more, 60.0, "us more", {PLAIN: t.other_us}))
     build_us = _build_us()
-    found.append(Row("build of a forward graph", build_us, build_us / 1e3, 5.0, "ms"))
-    return found
+    return [
+        Row("execute, b1 h1 s1 d8", t.ours_us, more, 60.0, "us more", {PLAIN: t.other_us}),
+        Row("build of a forward graph", build_us, build_us / 1e3, 5.0, "ms"),
+    ]
 
 
 def _build_us() -> float:
@@ -171,3 +188,10 @@ def _build_us() -> float:
         case.graph().build()
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
+
+
+GROUPS: dict[str, Callable[[], list[Row]]] = {
+    "attention": _attention,
+    "training": _training,
+    "host": _host,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -26,6 +27,12 @@ class Row:
         """A row whose figure is our time itself, in microseconds."""
         return cls(work, us, us, target, "us", others or {})
 
+    @classmethod
+    def of_ratio(cls, work: str, times: Mapping[str, float], target: float | None) -> Row:
+        """A row whose figure is the first of these times, which is ours, over the second."""
+        (_, ours), *others = times.items()
+        return cls(work, ours, ours / others[0][1], target, "x", dict(others))
+
     @property
     def verdict(self) -> str:
         if self.target is None:
@@ -33,18 +40,23 @@ class Row:
         return f"<= {self.target:g} {'reached' if self.value <= self.target else 'missed'}"
 
 
+RATIOS = {
+    "cpu": "x is ours / theirs: the median of the ratios of rounds that time both in turn, over "
+    "five processes, between which it varies by up to a tenth",
+    "cuda": "x is ours / the first of theirs: the ratio of the medians of 45 rounds, in which they "
+    "take turns; two runs of one kernel differ by up to half a percent",
+}
 NOTES = {
-    "x": "x is ours / theirs: the median of the ratios of rounds that time both in turn, on a CPU "
-    "over five processes, between which it varies by up to a tenth",
     "us more": "us more is how much longer ours takes",
     "us": "us is what ours takes",
     "ms": "ms is what ours takes, in milliseconds",
 }
 
 
-def notes(rows: list[Row]) -> str:
+def notes(rows: list[Row], device: str) -> str:
     """What the figures mean: a line for their units, and one for each unit in use."""
-    used = [text for unit, text in NOTES.items() if any(row.unit == unit for row in rows)]
+    texts = {"x": RATIOS[device], **NOTES}
+    used = [text for unit, text in texts.items() if any(row.unit == unit for row in rows)]
     head = "Times are medians, in microseconds (us). In every figure smaller is better:"
     return "\n".join((head, *(f"- {text}" for text in used)))
 

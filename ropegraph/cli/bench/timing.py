@@ -11,6 +11,7 @@ import torch
 
 Work = Callable[[], object]
 DEVICE_ROUNDS, HOST_ROUNDS = 15, 300
+RATIO_ROUNDS = 45  # a ratio to within half a percent needs more
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def device_us(work: Work) -> float:
     return device_in_turn({"": work})[""]
 
 
-def device_in_turn(works: Mapping[str, Work]) -> dict[str, float]:
+def device_in_turn(works: Mapping[str, Work], rounds: int = DEVICE_ROUNDS) -> dict[str, float]:
     """Median device times of works that take turns: a warm card is as warm for each of them.
 
     A buffer larger than the L2 cache is written before each call: its data leave the cache, and the
@@ -58,7 +59,7 @@ def device_in_turn(works: Mapping[str, Work]) -> dict[str, float]:
         for _ in range(3):
             work()
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in works}
-    for _ in range(DEVICE_ROUNDS):
+    for _ in range(rounds):
         for name, work in works.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()

@@ -1,9 +1,4 @@
-"""Time mla_kv_rope on a GPU beside a copy of as many bytes:  python -m tests.kernels.bench_mla.
-
-Needs CuPy and Triton. Medians of triton.testing.do_bench, which clears the L2 before each run. The
-copy moves half of the bytes that the kernel must read and write, there and back: what cudaMemcpy
-makes of the same traffic. tests/gpu/test_mla.py checks what is timed here.
-"""
+"""Large steps of mla_kv_rope on a GPU, which tune_mla times; the results are not checked here."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ropegraph.ir.ops import MlaKvRope, MlaKvRopeBackward
-from tests.kernels.bench_rope import build, stream, timed
 from tests.kernels.cases import Case
 from tests.kernels.mla_cases import case
 
@@ -62,31 +56,3 @@ def backward(b: int, h: int, s: int, layout: str, table: torch.dtype) -> Case:
     given |= {p: t for p, t in inputs(b, h, s, layout, table).items() if p in ("cos", "sin")}
     written = {"dKV": empty(b, h, s, 256, layout), "dK_rope": empty(b, 1, s, 64, layout)}
     return case(MlaKvRopeBackward(128, 128), given, written)
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), torch.__version__)
-    print(f"{'work':<44} {'MB':>7} {'us':>8} {'TB/s':>6} {'copy us':>8} {'of copy':>8}")
-    sizes = [(1, 128, 4096), (2, 128, 4096), (4, 16, 8192), (1, 128, 1024)]
-    for b, h, s in sizes:
-        for layout in ("sbhd", "bshd", "bhsd"):
-            for make in (forward, mxfp8, backward):
-                for table in (torch.float32, BF16) if layout == "sbhd" else (torch.float32,):
-                    given = make(b, h, s, layout, table)
-                    size = sum(t.numel() * t.element_size() for t in given.env)
-                    exe, handle = build(given), stream()
-                    us = timed(lambda exe=exe, env=given.env, handle=handle: exe(env, handle))
-                    source = torch.empty(size // 2, device="cuda", dtype=BYTES)
-                    target = torch.empty_like(source)
-                    copy = timed(lambda a=target, x=source: a.copy_(x))
-                    name = f"{make.__name__} b{b} h{h} s{s} {layout} {str(table)[6:]} tables"
-                    print(
-                        f"{name:<44} {size / 1e6:7.0f} {us:8.1f} {size / us / 1e6:6.2f} "
-                        f"{copy:8.1f} {us / copy:8.3f}"
-                    )
-                    del given, exe, source, target
-
-
-if __name__ == "__main__":
-    main()
