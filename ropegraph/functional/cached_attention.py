@@ -71,9 +71,9 @@ def cached_attention(
     of the others are 0; what they leave in the caches is never read, and the next call writes over
     it if ``lengths`` grows by new_lens.
     window: W keys that end with the row's own.  Everything else: as for ``attention``.
-    Rotation and both writes take one launch; with q_norm and k_norm, norms and rotations do, and
-    each write does. Nothing is read on the host on a CUDA device, and no
-    shape depends on lengths.
+    Rotation and both writes take one launch, attention the other; with q_norm and k_norm, norms
+    and rotations take one, both writes the next. Nothing is read on the host on a CUDA device, and
+    no shape depends on lengths.
     Returns [b, h_q, s, d_v] with memory in the order of q.
     Raises GraphError for what does not fit and where something requires grad; PositionError, on a
     CPU, before anything is written, if rows would lie outside of a cache. On a CUDA device nothing
