@@ -192,11 +192,13 @@ def test_caches_row_after_row_launches_and_bits(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(v_cache[:, :, :S], v)
     for c in calls():
         if c.kind.name == "cached_attention":
-            assert sorted(steps(c.plan)) == [
-                "attention", "keep_k", "keep_v", "norm_q+rope_q+norm_k+rope_k",
-            ]  # fmt: skip
+            both = "norm_q+rope_q+norm_k+rope_k"
+            assert steps(c.plan) == [both, "keep_k+keep_v", "attention"]
+    monkeypatch.setattr(eager, "_calls", Kept[Any, Any](8))
     bare = (torch.zeros(B, H_KV, S, D) for _ in "kv")
     o = cached_attention(q, k, v, *bare, torch.zeros(B, dtype=torch.int32), **norms)
     torch.testing.assert_close(
         o, attention(q, k, v, is_causal=True, enable_gqa=True, **norms), rtol=1e-5, atol=1e-5
     )
+    (made,) = (c for c in calls() if c.kind.name == "cached_attention")
+    assert sorted(steps(made.plan)) == ["attention", "keep_k+keep_v", "norm_k", "norm_q"]

@@ -191,7 +191,7 @@ def test_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in vars(eager._calls)["_young"].values():
         if call.kind.name == "cached_attention":
             engines = [step.engine for step in call.plan.graph.plan.steps]
-            assert engines.count("cuda.rope") == 3
+            assert engines.count("cuda.rope") == len(engines) - 1 == 2
 
 
 def test_a_whole_step_in_a_cuda_graph() -> None:

@@ -1,4 +1,4 @@
-"""Q, K and V of a decoding step in one launch, or K and V into caches, on the CPU under sanitizers."""
+"""A decoding step: Q, K and V in one launch, or K and V alone, on the CPU under sanitizers."""
 
 import random
 from dataclasses import dataclass, replace
