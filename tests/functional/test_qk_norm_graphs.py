@@ -81,15 +81,12 @@ def by_hand(dtype: torch.dtype, weight: torch.dtype) -> tuple[dict[str, Tensor],
     back = g.backward_graph(["o"], ["q", "k", "v", "q_norm", "k_norm"])
     for graph in (g, back):
         graph.build()
-        made = graph.lowered.recorded
         if graph is back:
             pack["do"] = torch.linspace(-1, 1, pack["o"].numel()).to(dtype).view(B, S, H_Q, D)
             pack["do"] = pack["do"].transpose(1, 2)
-        for name in made.outputs:
-            value = made.values[name]
-            kind = getattr(torch, value.dtype.torch_name)
-            pack[name] = torch.empty_strided(value.dim, value.stride, dtype=kind)
-        graph.execute({n: pack[n] for n in (*made.inputs, *made.outputs)})
+        out = graph.allocate(device="cpu")
+        graph.execute({n: pack[n] for n in graph.lowered.recorded.inputs} | out)
+        pack |= out
     return pack, len(g.plan.steps) + len(back.plan.steps)
 
 
