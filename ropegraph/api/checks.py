@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
+from ropegraph.api.meant import meant_by
 from ropegraph.errors import GraphError
 
 Word = TypeVar("Word", bound=str)
@@ -123,8 +123,7 @@ def refuse_unknown(
     """
     for keyword, value in given.items():
         if keyword not in defaults:
-            near = get_close_matches(keyword, (*known, *defaults), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = meant_by(keyword, (*known, *defaults))
             raise GraphError(f"{where}: {keyword}={value!r:.60} is no argument here{hint}")
         default = defaults[keyword]
         # A tensor compares element by element: only plain values may equal a default.

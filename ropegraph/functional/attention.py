@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from ropegraph.functional.arguments import (
 )
 from ropegraph.functional.attend import ATTENTION
 from ropegraph.functional.dispatch import call
+from ropegraph.functional.foreign import closed, refuse
 from ropegraph.functional.norm_turn import NORM_ROPE
 from ropegraph.functional.norms import EPSILON
 from ropegraph.functional.values import check_bounds, is_readable
 
 
+@closed
 def attention(
     q: Tensor,
     k: Tensor,
@@ -72,6 +74,7 @@ def attention(
     table_layout: str | None = None,
     angle_precision: str = "float32",
     numerics: str = "fp32",
+    **foreign: NoReturn,
 ) -> Tensor:
     """Rotate q and k by their positions, then softmax(scale q.k) v, as one graph.
 
@@ -101,6 +104,8 @@ def attention(
     Raises GraphError for what does not fit, for another tensor that requires grad, and where a
     second derivative is asked for.
     """
+    if foreign:
+        refuse(attention, foreign)
     where = "attention"
     tensors(where, q=q, k=k, v=v)
     flags(

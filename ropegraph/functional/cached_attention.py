@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from ropegraph.functional.arguments import (
 )
 from ropegraph.functional.cached import CACHED_ATTENTION
 from ropegraph.functional.dispatch import call
+from ropegraph.functional.foreign import closed, refuse
 from ropegraph.functional.values import check_new_lens, is_readable
 
 
+@closed
 def cached_attention(
     q: Tensor,
     k: Tensor,
@@ -58,6 +60,7 @@ def cached_attention(
     table_layout: str | None = None,
     angle_precision: str = "float32",
     numerics: str = "fp32",
+    **foreign: NoReturn,
 ) -> Tensor:
     """Append the rows of k, rotated, and of v to caches; each new row of q sees all up to its own.
 
@@ -71,14 +74,16 @@ def cached_attention(
     of the others are 0; what they leave in the caches is never read, and the next call writes over
     it if ``lengths`` grows by new_lens.
     window: W keys that end with the row's own.  Everything else: as for ``attention``.
-    Rotation and both writes take one launch; with q_norm and k_norm, norms and rotations do, and
-    each write does. Nothing is read on the host on a CUDA device, and no
-    shape depends on lengths.
+    Rotation and both writes take one launch, attention the other; with q_norm and k_norm, norms
+    and rotations take one, both writes the next. Nothing is read on the host on a CUDA device, and
+    no shape depends on lengths.
     Returns [b, h_q, s, d_v] with memory in the order of q.
     Raises GraphError for what does not fit and where something requires grad; PositionError, on a
     CPU, before anything is written, if rows would lie outside of a cache. On a CUDA device nothing
     of such a sequence is written, and its result attends over what is there.
     """
+    if foreign:
+        refuse(cached_attention, foreign)
     where = "cached_attention"
     tensors(where, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, lengths=lengths)
     turn = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from ropegraph.functional.arguments import (
     tensors,
 )
 from ropegraph.functional.dispatch import call
+from ropegraph.functional.foreign import closed, refuse
 from ropegraph.functional.packed import QKV_ATTENTION, read_split
 
 
+@closed
 def qkv_attention(
     qkv: Tensor,
     freqs: Tensor | None = None,
@@ -66,6 +68,7 @@ def qkv_attention(
     table_layout: str | None = None,
     angle_precision: str = "float32",
     numerics: str = "fp32",
+    **foreign: NoReturn,
 ) -> Tensor:
     """Rotate the Q and K of a packed tensor and attend; V is read where it lies, never copied.
 
@@ -81,6 +84,8 @@ def qkv_attention(
     bias, sink, and, without norms, freqs (by torch alone).
     Raises GraphError as ``attention`` does, and if split does not fit.
     """
+    if foreign:
+        refuse(qkv_attention, foreign)
     where = "qkv_attention"
     tensors(where, qkv=qkv)
     flags(

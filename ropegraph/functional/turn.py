@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from ropegraph.api.pygraph import pygraph
 from ropegraph.functional.arguments import angles, tensor, tensors
 from ropegraph.functional.checks import data
 from ropegraph.functional.dispatch import call, register
+from ropegraph.functional.foreign import closed, refuse
 from ropegraph.functional.kind import (
     POSITIONS,
     ROTATION,
@@ -61,6 +62,7 @@ ROPE = register(
 )
 
 
+@closed
 def rope(
     x: Tensor,
     freqs: Tensor | None = None,
@@ -85,6 +87,7 @@ def rope(
     numerics: str = "fp32",
     cp_size: int = 1,
     cp_rank: int = 0,
+    **foreign: NoReturn,
 ) -> Tensor:
     """Rotate channel pairs of ``x`` by its positions; the arguments are those of pygraph.rope.
 
@@ -96,6 +99,8 @@ def rope(
     of x. Differentiable in x, twice and more, and in freqs (by torch alone, once).
     Raises GraphError for what does not fit, and where another tensor requires grad.
     """
+    if foreign:
+        refuse(rope, foreign)
     tensors("rope", x=x)
     slots = (
         x, *angles(freqs, cos, sin, cos_sin, inv_freq),

@@ -115,7 +115,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class RopePair(Pair):
-    """Two rotations in one launch, or rotations and what is written into caches beside them."""
+    """Two rotations in one launch, or up to three parts of which some write into caches."""
 
     parts: tuple[Rope | CacheWrite, ...] | tuple[RopeBackward, ...]
 

@@ -11,13 +11,16 @@ from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.compile import lower
-from ropegraph.ir.ops import RopePair
+from ropegraph.ir.ops import Pair
+from ropegraph.ir.serialize import dumps, loads
 from ropegraph.lowering.engine import Device
 from ropegraph.testing import oracle
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 B, H_Q, H_KV, D, S_MAX, SCALE = 3, 6, 2, 8, 11, 0.3
-POSITIONS = [4, 0, 7]
+POSITIONS, EPS = [4, 0, 7], 1e-3
+ONE = ["rope_q+rope_k+keep_v"]
+NORMED = ["norm_q+rope_q+norm_k+rope_k", "keep_k+keep_v"]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,8 +46,16 @@ def cache(order: str = "bhsd", dtype: torch.dtype = F64) -> Tensor:
     return made.permute([order.index(axis) for axis in "bhsd"])
 
 
+def normed(g: rg.pygraph, x: Any, weight: Any, name: str) -> Any:
+    phase = rg.norm_forward_phase.INFERENCE
+    return g.rmsnorm(phase, x, weight, epsilon=EPS, name=name)[0]
+
+
 class Decode:
-    """q, k, v -> o, with both caches; the graph and its buffers."""
+    """q, k, v -> o, with both caches; the graph and its buffers.
+
+    norm: q and k are normalised first, in the launch of the rotation, and k is written as it is.
+    """
 
     def __init__(
         self,
@@ -55,8 +66,10 @@ class Decode:
         index: torch.dtype = torch.int32,
         rope: dict[str, Any] | None = None,
         device: str = "cpu",
+        norm: bool = False,
         **settings: Any,
     ) -> None:
+        self.norm = norm
         starts = torch.tensor(positions, dtype=index)
         width = (rope or {}).get("rope_dim", D)
         self.pack: dict[str, Any] = {
@@ -70,19 +83,22 @@ class Decode:
             "len_q": torch.full((B, 1, 1, 1), s, dtype=torch.int32),
             "len_kv": (starts + s).int().view(B, 1, 1, 1),
         }
+        if norm:
+            self.pack["weight"] = random(1, 1, 1, D, dtype=dtype, seed=4)
         self.pack = {n: x.to(device) for n, x in self.pack.items()}
         self.pack["o"] = torch.full_like(self.pack["q"], torch.nan)
         g = self.g = rg.pygraph(io_data_type=dtype, **settings)
         t = self.t = {n: g.tensor_like(x, name=n) for n, x in self.pack.items() if n != "o"}
         turn = {"start_positions": t["positions"], **(rope or {})}
-        self.q = g.rope(t["q"], t["freqs"], name="rope_q", **turn)
-        self.k = g.rope(
-            t["k"], t["freqs"], cache=t["k_cache"], cache_positions=t["positions"],
-            name="rope_k", **turn,
-        )  # fmt: skip
-        self.v = g.cache_write(
-            t["v"], cache=t["v_cache"], cache_positions=t["positions"], name="keep_v"
-        )
+        q, k = (normed(g, t[x], t["weight"], f"norm_{x}") if norm else t[x] for x in "qk")
+        at = {"cache_positions": t["positions"]}
+        self.q = g.rope(q, t["freqs"], name="rope_q", **turn)
+        if norm:
+            self.k = g.rope(k, t["freqs"], name="rope_k", **turn)
+            self.k = g.cache_write(self.k, cache=t["k_cache"], name="keep_k", **at)
+        else:
+            self.k = g.rope(k, t["freqs"], cache=t["k_cache"], name="rope_k", **at, **turn)
+        self.v = g.cache_write(t["v"], cache=t["v_cache"], name="keep_v", **at)
 
     def attention(self) -> Decode:
         t = self.t
@@ -110,25 +126,37 @@ class Decode:
             want[b, :, starts[b] + i] = rows[b, :, i]
         return want
 
+    def plain(self, name: str) -> Tensor:
+        """What is rotated, in fp64."""
+        x = self.pack[name].double()
+        if not self.norm:
+            return x
+        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.pack["weight"].double()
+
     def rotated(self, name: str, engine: str = "torch", **rope: Any) -> Tensor:
-        """The rotation of a buffer by a graph without a cache."""
+        """The rotation of a buffer, normalised or not, by a graph without a cache."""
         g = rg.pygraph(io_data_type=self.pack["q"].dtype, engines=engine)
-        t = {n: g.tensor_like(self.pack[n], name=n) for n in (name, "freqs", "positions")}
-        y = g.rope(t[name], t["freqs"], start_positions=t["positions"], **rope)
+        names = (name, "freqs", "positions", *(("weight",) if self.norm else ()))
+        t = {n: g.tensor_like(self.pack[n], name=n) for n in names}
+        x = normed(g, t[name], t["weight"], "norm") if self.norm else t[name]
+        y = g.rope(x, t["freqs"], start_positions=t["positions"], **rope)
         y.set_output(True).set_name("y")
         out = torch.empty_like(self.pack[name])
         g.execute({n: self.pack[n] for n in t} | {"y": out})
         return out
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("s", [1, 3])
 @pytest.mark.parametrize("order", ["bhsd", "bshd", "sbhd"])
 @pytest.mark.parametrize("dtype", [BF16, F32, F64])
 @pytest.mark.parametrize("engine", ["torch", "reference"])
-def test_rows_and_nothing_else(engine: str, dtype: torch.dtype, order: str, s: int) -> None:
+def test_rows_and_nothing_else(
+    engine: str, dtype: torch.dtype, order: str, s: int, norm: bool
+) -> None:
     rope = {"rope_dim": 4, "rope_offset": 2}
     index = torch.int64 if s == 3 else torch.int32
-    given = Decode(s, dtype, order, index=index, rope=rope, engines=engine)
+    given = Decode(s, dtype, order, index=index, rope=rope, norm=norm, engines=engine)
     given.q.set_output(True).set_name("o")
     k_rows, k_before = given.rotated("k", **rope), given.pack["k_cache"].clone()
     v_before = given.pack["v_cache"].clone()
@@ -150,15 +178,17 @@ FOLDS = [("off", False), ("auto", False), ("q", False), ("symmetric", False), ("
          ("symmetric", True)]  # fmt: skip
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("s", [1, 2])
 @pytest.mark.parametrize(("fold", "log2"), FOLDS)
-def test_attention_over_caches_under_every_fold(fold: str, log2: bool, s: int) -> None:
+def test_attention_over_caches_under_every_fold(fold: str, log2: bool, s: int, norm: bool) -> None:
     """Token after token equals attention over all of them; K is kept without any scale."""
-    given = Decode(s, fold=fold, fold_log2=log2).attention()
-    assert [step.name for step in given.g.plan.steps] == ["rope_q+rope_k+keep_v", "attn"]
-    scales = given.g.plan.steps[0].node.attrs
-    assert isinstance(scales, RopePair)
-    q_scale, k_scale = (part.output_scale for part in scales.parts[:2])
+    given = Decode(s, norm=norm, fold=fold, fold_log2=log2).attention()
+    assert [step.name for step in given.g.plan.steps] == [*(NORMED if norm else ONE), "attn"]
+    parts = given.g.plan.steps[-3 if norm else 0].node.attrs
+    assert isinstance(parts, Pair)
+    ropes = [part.rope if norm else part for part in parts.parts[:2]]
+    q_scale, k_scale = (rope.output_scale for rope in ropes)
     assert k_scale == 1.0
     assert (q_scale == 1.0) == (fold in ("off", "symmetric"))
     turn = given.pack["freqs"][:, 0, 0, : D // 2].double()
@@ -172,7 +202,7 @@ def test_attention_over_caches_under_every_fold(fold: str, log2: bool, s: int) -
         pack = given.run()
         for b in range(B):
             own = turn[start : start + s]
-            q, k = (oracle.rope(pack[n][b : b + 1], own) for n in "qk")
+            q, k = (oracle.rope(given.plain(n)[b : b + 1], own) for n in "qk")
             keys[b].append(k[0])
             values[b].append(pack["v"][b].clone())
             k, v = torch.cat(keys[b], 1), torch.cat(values[b], 1)
@@ -191,7 +221,7 @@ def test_a_fold_into_the_cache_is_declined_in_words() -> None:
 
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])
-def test_one_launch_on_a_gpu(order: str) -> None:
+def test_launches_on_a_gpu(order: str) -> None:
     """Planned for a GPU that need not be here: s_q = 1 and several tokens."""
     for s in (1, 5):
         given = Decode(s, BF16, order).attention()
@@ -199,6 +229,12 @@ def test_one_launch_on_a_gpu(order: str) -> None:
         assert [(step.name, step.engine) for step in plan.steps] == [
             ("rope_q+rope_k+keep_v", "cuda.rope"),
             ("attn", "torch"),  # no cuDNN on this device
+        ]
+        given = Decode(s, BF16, order, norm=True).attention()
+        plan = lower(given.g._look(), Device("cuda", 0, 90), None).plan
+        assert [(step.name, step.engine) for step in plan.steps] == [
+            *((name, "cuda.rope") for name in NORMED),
+            ("attn", "torch"),
         ]
         lone = Decode(s, BF16, order)
         lone.q.set_output(True)
@@ -223,13 +259,17 @@ def test_positions_outside_raise_before_anything_is_written(
         assert torch.equal(bits(given.pack[name]), old), name
 
 
+@pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize("engine", ["torch", "reference"])
-def test_a_wrong_row_of_v_alone_keeps_k_out_too(engine: str) -> None:
+def test_a_wrong_row_of_v_alone_keeps_k_out_too(engine: str, turns: bool) -> None:
     g = rg.pygraph(io_data_type=F64, engines=engine)
     x, rows = random(2, 1, 3, 4), torch.tensor([0, 2])
     full, short = torch.zeros(2, 1, 6, 4, dtype=F64), torch.zeros(2, 1, 4, 4, dtype=F64)
     t = g.tensor_like(rows)
-    g.rope(x, torch.ones(9, 1, 1, 4), cache=full, cache_positions=t)
+    if turns:
+        g.rope(x, torch.ones(9, 1, 1, 4), cache=full, cache_positions=t)
+    else:
+        g.cache_write(x, cache=full, cache_positions=t)
     g.cache_write(x, cache=short, cache_positions=t)
     with pytest.raises(rg.PositionError, match="use 0 to 1"):
         g.execute({t: rows})
@@ -336,21 +376,28 @@ def test_packed_qkv_with_a_cache_behind(by_groups: bool) -> None:
         )  # fmt: skip
 
 
-def test_a_serialized_graph_and_its_report() -> None:
-    given = Decode(2).attention()
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_serialized_graph_and_its_report(norm: bool) -> None:
+    given = Decode(2, norm=norm).attention()
     again = rg.pygraph().deserialize(given.g.serialize())
     assert again.key == given.g.key
-    other = Decode(2, index=torch.int64).attention()
+    assert str(again.lowered.plan.graph) == str(given.g.lowered.plan.graph)
+    lowered = given.g.lowered.plan.graph
+    assert loads(dumps(lowered)) == lowered
+    other = Decode(2, norm=norm, index=torch.int64).attention()
     assert other.g.key != given.g.key
     again.execute(other.buffers | {"positions": given.pack["positions"]})
     given.run()
     for name in ("o", "k_cache", "v_cache"):
         assert torch.equal(bits(given.pack[name]), bits(other.pack[name])), name
     assert "cache_write" in given.g.to_mermaid("recorded")
-    assert "[cache_write]" in str(given.g.lowered.plan.graph)
+    assert "[cache_write]" in str(lowered)
+    others = "keep_k" if norm else "rope_q, rope_k"
+    assert f"keep_v: one launch for {others} and keep_v" in given.g.explain()
+    assert given.g.to_mermaid("lowered").count("(rope_pair)") == 1
     checked = given.g.verify(given.buffers)
     assert checked.is_ok, str(checked)
-    assert len(checked.checks) == 4  # q, both caches and o
+    assert len(checked.checks) == 4 + norm  # q, k before its cache, both caches and o
 
 
 def test_no_gradient_goes_through_a_cache() -> None:

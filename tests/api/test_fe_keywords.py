@@ -230,6 +230,25 @@ def test_stats_are_none_where_they_are_not_wanted(options: dict[str, Any], has_s
     assert (made[1] is not None) is has_stats
 
 
+@pytest.mark.parametrize(
+    ("keyword", "meant"),
+    [
+        ("attn_mask", "bias or use_causal_mask"),
+        ("is_causal", "use_causal_mask"),
+        ("softmax_scale", "attn_scale"),
+        ("dropout_p", "dropout"),
+        ("alibi_slopes", "use_alibi_mask"),
+    ],
+)
+def test_a_keyword_of_torch_or_flash_attn_is_told_its_name_here(keyword: str, meant: str):
+    g = new()
+    q = g.tensor((1, 2, 3, 8), name="q")
+    refused(
+        lambda: g.sdpa(q, q, q, **{keyword: 0.5}),
+        f"{keyword}=0.5 is no argument here; did you mean {meant}?",
+    )
+
+
 def test_stats_that_nobody_asked_for_are_not_computed():
     g = new()
     q = g.tensor((1, 2, 3, 8), name="q")

@@ -123,6 +123,15 @@ def test_a_flowchart_is_a_line_or_two_a_node() -> None:
     assert "    rope_q_backward_rope_k_backward --> dq & dk" in backward.splitlines()
 
 
+def test_a_flowchart_of_a_pair_that_turns_nothing() -> None:
+    g = rg.pygraph(io_data_type=torch.float32)
+    rows = g.tensor([2], data_type=torch.int32, name="rows")
+    for x in "kv":
+        cache = g.tensor([2, 1, 9, 4], name=f"{x}_cache")
+        g.cache_write(g.tensor([2, 1, 3, 4]), cache=cache, cache_positions=rows, name=x)
+    assert '["k+v: cache_write"]' in flowchart(g.plan.graph)
+
+
 @pytest.mark.parametrize(
     ("claim", "row"),
     [

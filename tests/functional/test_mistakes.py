@@ -157,6 +157,44 @@ def test_whatever_an_argument_is_the_message_names_it(
             function(**{**CALLS[function], name: junk})
 
 
+@pytest.mark.parametrize(
+    ("function", "keyword", "meant"),
+    [
+        (attention, "attn_mask", "bias or is_causal"),
+        (attention, "attention_mask", "bias or is_causal or seq_lens"),
+        (attention, "softmax_scale", "scale"),
+        (attention, "sm_scale", "scale"),
+        (attention, "use_causal_mask", "is_causal"),
+        (attention, "dropout", "dropout_p"),
+        (attention, "position_id", "position_ids"),
+        (qkv_attention, "causal", "is_causal"),
+        (qkv_attention, "window_size", "window"),
+        (cached_attention, "cache_seqlens", "lengths"),
+        (cached_attention, "scaling", "scale"),
+        (rope, "rotary_interleaved", "interleaved"),
+        (rope, "seqlen_offsets", "start_positions"),
+        (rope, "zzz", ""),
+    ],
+)
+def test_a_keyword_of_others_is_refused_by_the_name_it_has_here(
+    function: Callable[..., Any], keyword: str, meant: str
+) -> None:
+    hint = rf"; did you mean {meant}\?" if meant else ""
+    message = f"^{function.__name__}: {keyword}= is no argument here{hint}$"
+    compiled = torch.compile(function, backend="eager")
+    for called in (function, compiled):
+        with pytest.raises(rg.GraphError, match=message):
+            called(**CALLS[function], **{keyword: Q})
+
+
+def test_what_functions_take_is_in_their_signatures_and_nothing_else() -> None:
+    for function in CALLS:
+        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+        assert kinds == {
+            inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY,
+        }  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_tensors_without_strides_are_refused_by_name(function: Callable[..., Any]) -> None:

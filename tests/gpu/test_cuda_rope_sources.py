@@ -11,6 +11,7 @@ from tests.kernels.cases import Case, Run
 from tests.kernels.test_host_cache import (  # noqa: F401
     test_a_part_alone_and_a_pair,
     test_three_parts_in_one_launch,
+    test_writes_alone_in_one_launch,
 )
 from tests.kernels.test_host_groups import test_forward_adjoint_and_in_place  # noqa: F401
 from tests.kernels.test_host_numerics import (  # noqa: F401

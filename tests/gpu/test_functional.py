@@ -10,6 +10,7 @@ from torch import Tensor
 from ropegraph.api.plans import Form
 from ropegraph.functional import allocate, attention, eager, qkv_attention, rope
 from ropegraph.testing import oracle
+from tests.gpu.capture import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,15 +128,7 @@ def test_a_whole_step_in_a_cuda_graph(kind: str) -> None:
             o = qkv_attention(inputs[0], freqs, split=SPLIT, is_causal=True)
         return [o.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o))]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = captured(step)
     for seed in range(3):
         torch.manual_seed(seed)
         with torch.no_grad():

@@ -10,6 +10,7 @@ import ropegraph as rg
 from ropegraph.functional import attention, cached_attention, eager, qkv_attention
 from ropegraph.functional.kept import Kept
 from ropegraph.testing import oracle
+from tests.gpu.capture import captured
 from tests.gpu.test_functional import (
     H_Q,
     SPLIT,
@@ -114,12 +115,9 @@ def test_the_bits_of_a_graph_by_hand() -> None:
     back.find_tensor("do").set_stride(do.stride())
     for graph in (g, back):
         graph.build()
-        made = graph.lowered.recorded
-        for name in made.outputs:
-            value = made.values[name]
-            kind = getattr(torch, value.dtype.torch_name)
-            pack[name] = torch.empty_strided(value.dim, value.stride, dtype=kind, device="cuda")
-        graph.execute({n: pack[n] for n in (*made.inputs, *made.outputs)})
+        out = graph.allocate(device="cuda")
+        graph.execute({n: pack[n] for n in graph.lowered.recorded.inputs} | out)
+        pack |= out
     got = gradients(normed, inputs, do)
     want = [pack["o"], *(pack[f"d{n}"].view(x.shape) for n, x in zip(names, inputs, strict=True))]
     assert torch.equal(got[0], want[0])
@@ -191,7 +189,7 @@ def test_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in vars(eager._calls)["_young"].values():
         if call.kind.name == "cached_attention":
             engines = [step.engine for step in call.plan.graph.plan.steps]
-            assert engines.count("cuda.rope") == 3
+            assert engines.count("cuda.rope") == len(engines) - 1 == 2
 
 
 def test_a_whole_step_in_a_cuda_graph() -> None:
@@ -203,15 +201,7 @@ def test_a_whole_step_in_a_cuda_graph() -> None:
         o = attention(q, k, v, freqs, is_causal=True, enable_gqa=True, **given)
         return [o.detach(), *torch.autograd.grad(o, inputs, torch.ones_like(o))]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = captured(step)
     with torch.no_grad():
         for x in inputs:
             x.mul_(1.5)

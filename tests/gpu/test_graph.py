@@ -28,6 +28,11 @@ def inputs(seed: int = 0, dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
     return found | {"freqs": torch.cat((half, half), dim=-1).cuda()}
 
 
+def nothing(g: rg.pygraph) -> dict[str, torch.Tensor]:
+    """Buffers of NaN for all that a graph writes."""
+    return {n: x.fill_(torch.nan) for n, x in g.allocate(device="cuda").items()}
+
+
 class Pair:
     """The forward and the backward graph of rope + causal sdpa, and buffers for both."""
 
@@ -40,14 +45,9 @@ class Pair:
         self.forward, self.backward = g, g.backward_graph(["o"], ["q", "k", "v"])
         g.build()
         self.backward.build()
-        self.pack = {n: x[n] for n in t}
-        for name in g.lowered.recorded.outputs:
-            value = g.lowered.recorded.values[name]
-            dtype = getattr(torch, value.dtype.torch_name)
-            made = torch.empty_strided(value.dim, value.stride, dtype=dtype, device="cuda")
-            self.pack[name] = made.fill_(torch.nan)
+        self.pack = {n: x[n] for n in t} | nothing(g)
         self.back = {n: self.pack[n] for n in self.backward.saved} | {"do": x["do"]}
-        self.back |= {f"d{n}": torch.full_like(x[n], torch.nan) for n in "qkv"}
+        self.back |= nothing(self.backward)
 
     def step(self, **options: Any) -> list[torch.Tensor]:
         self.forward.execute(self.pack, **options)

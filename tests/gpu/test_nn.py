@@ -11,6 +11,7 @@ from torch import Tensor
 from ropegraph.functional import eager
 from ropegraph.functional.kept import Kept
 from ropegraph.nn import KVCache, RotaryAngles, RotaryAttention
+from tests.gpu.capture import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,15 +96,7 @@ def test_a_captured_step_serves_every_token() -> None:
     module, x = layer(), data()
     want, cache = module(x), module.new_cache(2, ROOM)
     token = x[:, :1].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            module(token, cache=cache)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = module(token, cache=cache)
+    graph, o = captured(lambda: module(token, cache=cache))
     cache.reset()
     rows: list[Tensor] = []
     for i in range(S):

@@ -1,4 +1,4 @@
-"""Q, K and V of a decoding step in one launch, K and V into caches, on the CPU under sanitizers."""
+"""A decoding step: Q, K and V in one launch, or K and V alone, on the CPU under sanitizers."""
 
 import random
 from dataclasses import dataclass, replace
@@ -172,6 +172,38 @@ def test_a_part_alone_and_a_pair(run: Run) -> None:
         got = given.at(port)
         assert given.flag.item() == 0
         assert torch.equal(bits(got), torch.where(own, bits(rows_wanted), old))
+
+
+def writes(plan: Plan, *widths: int) -> Case:
+    """K, V and so on as they are, of heads and widths of their own: nothing has angles."""
+    rows = torch.tensor(plan.rows, dtype=plan.index)
+    tensors: dict[str, Tensor] = {}
+    for i, d in enumerate(widths):
+        x = normal((len(plan.rows), plan.s, 2 + 3 * i, d), plan.dtype, seed=i).transpose(1, 2)
+        room = cache(x, plan.kept, plan.order, plan.shift)
+        tensors |= {f"input{i}": offset_by(x, plan.shift), f"cache{i}": room}
+        tensors |= {f"cache_positions{i}": rows, f"output{i}": room}
+    return case(RopePair((CacheWrite(),) * len(widths), ("k", "v", "w")[: len(widths)]), **tensors)
+
+
+def test_writes_alone_in_one_launch(run: Run) -> None:
+    """Behind a launch of norms and rotations: one token or some, one type or a narrower cache."""
+    plans = [replace(plan, flag=plan.flag & CACHE) for plan in PLANS if plan.flag != POSITION]
+    widths = ((40, 40), (40, 24), (32, 64, 16))
+    given = [
+        (plan, writes(plan, *own)) for i, plan in enumerate(plans) for own in widths[i % 2 :: 2]
+    ]
+    before = [{port: bits(one.at(port)) for port in one.written} for _, one in given]
+    assert all(CudaRope().why_not(one.step, H200) == () for _, one in given)
+    run([one for _, one in given])
+    for (plan, one), old in zip(given, before, strict=True):
+        assert host.kernel_of(one) == plan.kernel, plan
+        assert one.flag.item() == plan.flag, plan
+        own = written_rows(plan)
+        for port in one.written:
+            x = rows_of(one.at(port.replace("output", "input")), plan).to(plan.kept)
+            want = torch.where(own, bits(x), old[port])
+            assert torch.equal(bits(one.at(port)), want), (plan, port)
 
 
 H200 = Device("cuda", 0, 90)

@@ -39,7 +39,8 @@ def _scales(attrs: Op) -> str:
     match attrs:
         case RopePair(parts):
             turned = [part for part in parts if not isinstance(part, CacheWrite)]
-            return "output_scale=" + ", ".join(f"{part.output_scale:.6g}" for part in turned)
+            scales = ", ".join(f"{part.output_scale:.6g}" for part in turned)
+            return f"output_scale={scales}" if turned else op_name(parts[0])
         case Rotation():
             return f"output_scale={attrs.output_scale:.6g}"
         case Attention():

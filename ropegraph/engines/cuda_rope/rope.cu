@@ -1,5 +1,6 @@
 // Rotary embedding of [b, h, s, d] tensors: one job, or two in one launch (Q and K); in decoding
-// three, where K turns on its way into a cache and V goes into its own as it is.
+// three, where K turns on its way into a cache and V goes into its own as it is. Where K turned with
+// its norm, K and V go as they are.
 //
 // A warp owns a share of the heads of a token, or of a few tokens. A token has one position. The
 // warp's lanes take the sines and cosines of these positions once, a few a lane, and hand them
