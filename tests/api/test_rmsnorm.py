@@ -305,3 +305,26 @@ def test_the_key_changes_with_every_setting(change: str):
         return g.key
 
     assert key(change) != key("")
+
+
+@pytest.mark.parametrize("over_heads", [False, True])
+def test_statistics_lie_in_memory_as_the_rows_do(over_heads: bool) -> None:
+    """So those of heads side by side are side by side; a stride that is set stays."""
+    g = new(io_data_type=F32)
+    x = g.tensor(dim=[2, 3, 5, 8], stride=[120, 8, 24, 1], name="x")
+    w = g.tensor(dim=[1, 3 if over_heads else 1, 1, 8], name="w")
+    _, inverse = g.rmsnorm(TRAINING, x, w)
+    assert inverse is not None
+    b, h, s, _ = inverse.get_dim()
+    assert list(inverse.get_stride()) == ([5, 5, 1, 1] if over_heads else [15, 1, 3, 1])
+    inverse.set_output(True).set_name("inverse").set_stride([h * s, s, 1, 1])
+    g.build()
+    data = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    pack = {**g.allocate(), "x": data, "w": torch.ones(w.get_dim())}
+    assert pack["inverse"].is_contiguous()
+    pack["inverse"].fill_(torch.nan)
+    g.execute(pack)
+    axes = (1, 3) if over_heads else (3,)
+    want = (data.double().square().mean(axes, keepdim=True) + 1e-6).rsqrt()
+    assert torch.allclose(pack["inverse"].double(), want, rtol=1e-6)
+    assert pack["inverse"].shape == (b, h, s, 1)

@@ -60,7 +60,7 @@ def build(variants: Sequence[MlaVariant], where: Path) -> Path:
                 "  memcpy(&held, params, sizeof held);",
             )
             if variant.mode is Mode.MXFP8 and name == "vector":
-                phases = ("values_and_turn", "keys", "scales")
+                phases = ("values", "keys", "key_scales")
                 calls = ", ".join(f"[] {{ {phase}(held, shared); }}" for phase in phases)
                 lines += (
                     f"  static Shared<{variant.vec}> shared;",

@@ -255,6 +255,10 @@ struct Work {
     tile = (group << p.log_group) + (index - (shares << p.log_group));
     b = p.batch_x > 1 ? entries - group * p.batch_x : blockIdx.z * gridDim.y + blockIdx.y;
   }
+
+  __device__ bool is_there(const Params& p, int tile_tokens) const {
+    return b < p.batch && tile * tile_tokens < p.tokens;
+  }
 };
 
 __device__ inline Work work_of_warp(const Params& p) {
@@ -341,7 +345,7 @@ __device__ inline void forward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
   const Work work = work_of_warp(p);
   const int token = work.tile * T;
-  if (work.b >= p.batch || token >= p.tokens) return;
+  if (!work.is_there(p, T)) return;
   const int from = work.share * p.part_heads, to = min(from + p.part_heads, p.heads);
   copy_heads<V, T, false>(p, work.b, token, from, to, lane,
                           [&] { turn_heads<V, T>(p, work.b, token, from, to, lane); });
@@ -436,7 +440,7 @@ __device__ inline void backward(const Params& p) {
   const int lane = threadIdx.x % kLanes;
   const Work work = work_of_warp(p);
   int token = work.tile * T;
-  if (work.b >= p.batch || token >= p.tokens) return;
+  if (!work.is_there(p, T)) return;
   if (work.share < T) {
     token += work.share;
     if (token < p.tokens) sum_heads<V>(p, work.b, token, lane);
@@ -533,6 +537,7 @@ struct Shared {
 template <int V>
 __device__ inline void turn_tokens(const Params& p, const Work& work, Shared<V>& shared) {
   constexpr int kHalf = V / 2, kHalves = MLA_TURN / kHalf;
+#pragma unroll 1
   for (int i = threadIdx.x; i < kBlock * kHalves; i += MLA_WARPS * kLanes) {
     const int token = i / max(kHalves, 1), nth = i - token * kHalves;
     const Vec<__nv_bfloat16, kHalf> y =
@@ -571,15 +576,14 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
     steps[i / 2] = steps_of(size_of(both));
   }
   Vec<unsigned char, V> column_scale;
-  float by_column[V];
+  unsigned by_column[kPairs];
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 8));
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 16));
     const unsigned own = steps_of(size_of(most[k])), scales = scales_of(own);
     reinterpret_cast<unsigned short*>(column_scale.word)[k] = scales | scales >> 8;
-    by_column[2 * k] = inverse_low(own);
-    by_column[2 * k + 1] = inverse_high(own);
+    by_column[k] = own;
   }
   if (!is_there) return;
 
@@ -611,7 +615,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
       const float x = low_half(pair(i, k)), y = high_half(pair(i, k));
       reinterpret_cast<unsigned short*>(row.word)[k] = e4m3(times(x, by_row), times(y, by_row));
       reinterpret_cast<unsigned short*>(column.word)[k] =
-          e4m3(times(x, by_column[2 * k]), times(y, by_column[2 * k + 1]));
+          e4m3(times(x, inverse_low(by_column[k])), times(y, inverse_high(by_column[k])));
     }
     if (by_rows) row.store(row_at);
     if (by_columns) column.store(column_at);
@@ -656,50 +660,53 @@ __device__ inline void quantize_side(const Params& p, const Work& work, Shared<V
   }
 }
 
-// The three phases of a block, which meets between them. Values wait for nothing that turns.
+// The scales of the rows of values or keys.
+template <int V, bool in_value>
+__device__ inline void store_scales(const Params& p, const Work& work, const Shared<V>& shared) {
+  const Place& place = p.side[in_value].row_scale;
+  if (!place.base) return;
+  const int lane = threadIdx.x % kLanes, width = p.nope + MLA_TURN;
+  const int from = work.share * p.part_heads, heads = min(p.part_heads, p.heads - from);
+  const int each = (in_value ? p.v : width) / kBlock, count = heads * each;
+  const int begin = in_value ? p.part_heads * width / kBlock : 0;
+  const bool is_run = place.d == 1 && place.h == each;  // heads side by side
+  for (int token = threadIdx.x / kLanes; token < kBlock; token += MLA_WARPS) {
+    const unsigned char* x = shared.scale[token] + begin;
+    unsigned char* y = at<unsigned char>(place, work.b, from, work.tile * kBlock + token, 0);
+    const auto aligned = reinterpret_cast<unsigned long long>(x) |
+                         reinterpret_cast<unsigned long long>(y);
+    const int words = is_run && aligned % 4 == 0 ? count / 4 : 0;
+    for (int i = lane; i < words; i += kLanes) {
+      reinterpret_cast<unsigned*>(y)[i] = reinterpret_cast<const unsigned*>(x)[i];
+    }
+    for (int i = 4 * words + lane; i < count; i += kLanes) {
+      const int head = i / each;
+      y[head * place.h + (i - head * each) * place.d] = x[i];
+    }
+  }
+}
+
+// The three phases of a block, which meets between them: each leaves in shared memory what the next
+// one takes. Values wait for nothing that turns.
 template <int V>
-__device__ inline void values_and_turn(const Params& p, Shared<V>& shared) {
+__device__ inline void values(const Params& p, Shared<V>& shared) {
   const Work work(p, blockIdx.x);
-  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
+  if (!work.is_there(p, kBlock)) return;
   quantize_side<V, true>(p, work, shared, [&] { turn_tokens<V>(p, work, shared); });
 }
 
 template <int V>
 __device__ inline void keys(const Params& p, Shared<V>& shared) {
   const Work work(p, blockIdx.x);
-  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
-  quantize_side<V, false>(p, work, shared, [] {});
+  if (!work.is_there(p, kBlock)) return;
+  quantize_side<V, false>(p, work, shared, [&] { store_scales<V, true>(p, work, shared); });
 }
 
-// The scales of all rows of the part.
 template <int V>
-__device__ inline void scales(const Params& p, const Shared<V>& shared) {
-  const int lane = threadIdx.x % kLanes;
+__device__ inline void key_scales(const Params& p, Shared<V>& shared) {
   const Work work(p, blockIdx.x);
-  if (work.b >= p.batch || work.tile * kBlock >= p.tokens) return;
-  const int from = work.share * p.part_heads, heads = min(p.part_heads, p.heads - from);
-  for (int in_value = 0; in_value < 2; ++in_value) {
-    const Place& place = p.side[in_value].row_scale;
-    if (!place.base) continue;
-    const int each = (in_value ? p.v : p.nope + MLA_TURN) / kBlock, count = heads * each;
-    const int begin = in_value ? p.part_heads * (p.nope + MLA_TURN) / kBlock : 0;
-    const bool is_run = place.d == 1 && place.h == each;  // heads side by side
-    for (int token = threadIdx.x / kLanes; token < kBlock; token += MLA_WARPS) {
-      const unsigned char* x = shared.scale[token] + begin;
-      unsigned char* y =
-          at<unsigned char>(place, work.b, from, work.tile * kBlock + token, 0);
-      const auto aligned = reinterpret_cast<unsigned long long>(x) |
-                           reinterpret_cast<unsigned long long>(y);
-      const int words = is_run && aligned % 4 == 0 ? count / 4 : 0;
-      for (int i = lane; i < words; i += kLanes) {
-        reinterpret_cast<unsigned*>(y)[i] = reinterpret_cast<const unsigned*>(x)[i];
-      }
-      for (int i = 4 * words + lane; i < count; i += kLanes) {
-        const int head = i / each;
-        y[head * place.h + (i - head * each) * place.d] = x[i];
-      }
-    }
-  }
+  if (!work.is_there(p, kBlock)) return;
+  store_scales<V, false>(p, work, shared);
 }
 
 // A warp takes 32 tokens of 32 channels of one head, a lane one channel.
@@ -707,7 +714,7 @@ __device__ inline void mxfp8_any(const Params& p) {
   const int lane = threadIdx.x % kLanes;
   const Work work = work_of_warp(p);
   const int b = work.b, block = work.tile;
-  if (b >= p.batch || block * kBlock >= p.tokens) return;
+  if (!work.is_there(p, kBlock)) return;
   const int keys = (p.nope + 2 * p.half) / kBlock, each = keys + p.v / kBlock;
   const int head = quotient(work.share, p.each_magic);
   int tile = work.share - head * each;
@@ -768,11 +775,11 @@ extern "C" __global__ void __launch_bounds__(MLA_WARPS * 32, MLA_RESIDENT / MLA_
     mla_vector(const __grid_constant__ Params p) {
 #if MLA_MODE == 1
   __shared__ Shared<MLA_VEC> shared;
-  values_and_turn(p, shared);
+  values(p, shared);
   __syncthreads();
   keys(p, shared);
   __syncthreads();
-  scales(p, shared);
+  key_scales(p, shared);
 #else
   run<MLA_VEC, MLA_TOKENS>(p);
 #endif

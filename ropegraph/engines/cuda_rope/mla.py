@@ -52,8 +52,8 @@ TUNED: dict[tuple[Mode, str], Tuning] = {
     (Mode.BACKWARD, "tokens"): Tuning(
         flight=4, units=8, tokens=4, warps=1, sum_flight=4, log_group=10, is_batch_inner=True
     ),
-    (Mode.MXFP8, "heads"): Tuning(vec=16, units=8, warps=4),
-    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=8, warps=4),
+    (Mode.MXFP8, "heads"): Tuning(vec=16, units=8, warps=8, resident=16),
+    (Mode.MXFP8, "tokens"): Tuning(vec=16, units=8, warps=8, resident=16),
 }  # fmt: skip
 # Fields of struct Params that are tensors -> the ports that they stand for.
 _FORWARD = {port: port for port in ("kv", "k_rope", "key", "value")}

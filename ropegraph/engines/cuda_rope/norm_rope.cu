@@ -502,6 +502,7 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
     // All heads once more, and once before: by then they lie in a cache.
     const auto sweep = [&](bool is_sum) {
       float found = 0.0f;
+#pragma unroll 4
       for (int unit = from; unit < to; unit += split.heads) {
         const int head = unit + seat.head;
         const bool is_there = is_token && head < to;
