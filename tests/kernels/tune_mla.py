@@ -105,7 +105,7 @@ def launcher(given: Case, shape: Tuning, files: dict[MlaVariant, str]) -> MlaLau
 
 def small(mode: Mode, layout: str) -> tuple[Case, dict[str, Tensor]]:
     """A step that leaves tiles and groups half full, and what it must write."""
-    given = MAKE[mode](3, 21, 288, layout, torch.float32)
+    given = MAKE[mode](3, 21, 288, layout)
     for port in given.step.node.inputs:
         if port in ("kv", "dKey"):
             x = given.at(port)  # copied, zero, Inf, NaN, subnormal
@@ -190,7 +190,7 @@ def tune(files: dict[MlaVariant, str], modes: Iterable[Mode]) -> None:
             else:
                 right.append(shape)
         for b, h, s in SIZES:
-            given = MAKE[mode](b, h, s, layout, torch.float32)
+            given = MAKE[mode](b, h, s, layout)
             size = sum(t.numel() * t.element_size() for t in given.env)
             halves = torch.empty(2, size // 2, device="cuda", dtype=torch.uint8)
             copy = median(lambda halves=halves: halves[0].copy_(halves[1]))
