@@ -47,12 +47,14 @@ test: $(STAMP)  ## every test that needs no GPU, in two processes of one thread 
 
 # Under the sanitizers only our kernels are watched, in one test of each kind.
 WATCHED := one_rotation or token_after_token or a_training_step_through_attention or \
-	a_graph_with_attention or every_kind_of_positions or bytes_by_hand
+	a_graph_with_attention or every_kind_of_positions or bytes_by_hand or every_byte_of_mxfp8 or \
+	the_gradient_over_all_heads
 
 gpu-test:  ## what needs a CUDA device, on every engine, and the kernels under compute-sanitizer
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 \
 		--report-api-errors no --kernel-regex 'kns=rope_' --kernel-regex 'kns=mla_' --kernel-regex 'kns=norm_' \
+		--kernel-regex 'kns=mean_' \
 		$(PYTHON) -m pytest tests/gpu -q -k '$(WATCHED)' || exit 1; done
 
 check: lint types examples  ## lint, formatting, types, and every script of examples/

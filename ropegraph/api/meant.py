@@ -1,4 +1,4 @@
-"""What a keyword that is none was meant as: what is called otherwise elsewhere, or misspelt."""
+"""What an unknown keyword was meant as: one of another library by its name here, or misspelt."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class NormOps:
         (OLMo2).  zero_centered: w is 1 + scale (Gemma).  bias: must be None.  epsilon: a host
         number, 0 or more.
         Y: [b, h, s, d] in the dtype of input unless set.  inv_variance: [b, h, s, 1], [b, 1, s, 1]
-        over all heads; fp32 (fp64), computed only if it is used. Both lie in memory as input does,
-        packed, unless set: numbers of heads that lie side by side are written side by side.
+        over all heads; fp32 (fp64), computed only if it is used. Unless set, both are packed and
+        nested in memory as input is, so that heads side by side have their numbers side by side.
         One launch with the rope before or after it, and for Q and K together.
         Raises GraphError naming the argument and what would fit.  Source: arXiv:1910.07467.
         """

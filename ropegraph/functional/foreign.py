@@ -1,14 +1,14 @@
-"""Keywords that a function does not have: refused with the name that was meant.
+"""Keywords that a function does not have: refused, with the name that was meant.
 
-A function takes them as ``**foreign``, which costs a call nothing; type checkers refuse them, and
-what help() and inspect show has no such parameter.
+A function takes them as ``**foreign: NoReturn``: that costs a call nothing, and type checkers
+refuse them as well. What help() and inspect show has no such parameter.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ropegraph.api.meant import meant_by
 from ropegraph.errors import GraphError
@@ -24,7 +24,7 @@ def closed(function: F) -> F:
     return function
 
 
-def refuse(function: Callable[..., Any], foreign: Mapping[str, object]) -> None:
+def refuse(function: Callable[..., Any], foreign: Mapping[str, object]) -> NoReturn:
     """Raise GraphError for the first of them."""
     keyword = next(iter(foreign))
     hint = meant_by(keyword, inspect.signature(function).parameters)

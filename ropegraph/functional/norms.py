@@ -58,7 +58,7 @@ def statistics_form(x: Form) -> Form:
 
 
 def inverse_form(x: Form) -> Form:
-    """The same, nested in memory as x is: what a norm keeps of each row for its gradient."""
+    """What a norm keeps of each row for its gradient: the same, nested in memory as x is."""
     return fresh(x, (*x.dim[:3], 1))._replace(dtype=widest(x.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Write K and V into their caches in one launch: that of a rotation, where one goes there too.
+"""Write K and V into their caches in one launch: that of K's rotation, if it turns on its way.
 
     q2, k2 = rope_pair(q, k, cache=k_cache); v2 = cache_write(v, cache=v_cache)
                                         ->   q2, k2, v2 = rope_pair(q, k, v, ..)
@@ -6,8 +6,8 @@
                                         ->   k2, v2 = rope_pair(k, v, ..)
 
 Changes no bit. Both must write at the same positions: then they are most likely the K and V of one
-layer. The second form is for a K whose rotation is a launch with its norm. At most three parts take
-one launch.
+layer. The second form is for a K whose rotation shares a launch with its norm. At most three parts
+take one launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ropegraph.passes.rewrite import Decline, Edit, Rule
 MOST = 3
 
 
-def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
+def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline:
     reason = "nothing else writes into a cache at the same cache_positions"
     for other in _beside(graph, node):
         parts = singles(other)
@@ -43,7 +43,7 @@ def _apply(graph: Graph, node: Node[Any]) -> Edit | Decline | None:
 
 
 def _beside(graph: Graph, node: Node[Any]) -> list[Node[Any]]:
-    """What writes into caches at the same positions: rotations first, then what is merged."""
+    """What writes into caches at the same positions: rotations first, then the most parts."""
     rows = node.inputs["cache_positions"]
 
     def is_beside(other: Node[Any]) -> bool:
@@ -58,7 +58,7 @@ def _beside(graph: Graph, node: Node[Any]) -> list[Node[Any]]:
 
 
 def _why_not_memory(graph: Graph, node: Node[Any], other: Node[Any]) -> str | None:
-    """Why it matters which of the two comes first, or who is between, though no edge says so."""
+    """Why the two must keep their order, or have another node between, though no edge says so."""
     for writer, beside in ((node, other), (other, node)):
         used = {graph.place(v) for v in (*beside.inputs.values(), *beside.outputs.values())}
         for part in filter(writes_cache, singles(writer)):

@@ -1,5 +1,5 @@
-// CUDA on a CPU, as far as rope.cu needs it: a grid is a loop, a warp is 32 fibers that meet at
-// every shuffle. The compiler's sanitizers see each access of each lane.
+// CUDA on a CPU, as far as rope.cu and norm_rope.cu need it: a grid is a loop, a warp is 32 fibers
+// that meet at every shuffle. The compiler's sanitizers see each access of each lane.
 #pragma once
 
 #include <math.h>
@@ -196,5 +196,6 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
   return votes;
 }
 
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline void __syncwarp() { host::meet(); }
 inline void __syncthreads() { host::fail("a block that meets is launched phase by phase"); }

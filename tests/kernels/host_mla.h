@@ -1,4 +1,4 @@
-// What mla.cu needs of CUDA beyond rope.cu.
+// What mla.cu needs of CUDA beyond rope.cu and norm_rope.cu.
 #pragma once
 
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned x, int lanes) {

@@ -21,22 +21,22 @@ def empty(b: int, h: int, s: int, d: int, layout: str, dtype: torch.dtype = BF16
     return torch.empty(s, b, h, d, device="cuda", dtype=dtype).permute(1, 2, 0, 3)
 
 
-def inputs(b: int, h: int, s: int, layout: str, table: torch.dtype) -> dict[str, Tensor]:
+def tables(s: int) -> dict[str, Tensor]:
     angle = torch.randn(s, 1, 1, 64, device="cuda")
-    return {
-        "kv": empty(b, h, s, 256, layout).normal_(),
-        "k_rope": empty(b, 1, s, 64, layout).normal_(),
-        "cos": angle.cos().to(table),
-        "sin": angle.sin().to(table),
-    }
+    return {"cos": angle.cos(), "sin": angle.sin()}
 
 
-def forward(b: int, h: int, s: int, layout: str, table: torch.dtype) -> Case:
+def inputs(b: int, h: int, s: int, layout: str) -> dict[str, Tensor]:
+    kv, k_rope = empty(b, h, s, 256, layout), empty(b, 1, s, 64, layout)
+    return {"kv": kv.normal_(), "k_rope": k_rope.normal_(), **tables(s)}
+
+
+def forward(b: int, h: int, s: int, layout: str) -> Case:
     written = {"key": empty(b, h, s, 192, layout), "value": empty(b, h, s, 128, layout)}
-    return case(MlaKvRope(128), inputs(b, h, s, layout, table), written)
+    return case(MlaKvRope(128), inputs(b, h, s, layout), written)
 
 
-def mxfp8(b: int, h: int, s: int, layout: str, table: torch.dtype) -> Case:
+def mxfp8(b: int, h: int, s: int, layout: str) -> Case:
     written: dict[str, Tensor] = {}
     for side, d in (("key", 192), ("value", 128)):
         written |= {
@@ -45,14 +45,14 @@ def mxfp8(b: int, h: int, s: int, layout: str, table: torch.dtype) -> Case:
             f"{side}_column": empty(b, h, s, d, layout, BYTES),
             f"{side}_column_scale": empty(b, h, s // 32, d, layout, BYTES),
         }
-    return case(MlaKvRope(128, "mxfp8"), inputs(b, h, s, layout, table), written)
+    return case(MlaKvRope(128, "mxfp8"), inputs(b, h, s, layout), written)
 
 
-def backward(b: int, h: int, s: int, layout: str, table: torch.dtype) -> Case:
+def backward(b: int, h: int, s: int, layout: str) -> Case:
     given = {
         "dKey": empty(b, h, s, 192, layout).normal_(),
         "dValue": empty(b, h, s, 128, layout).normal_(),
+        **tables(s),
     }
-    given |= {p: t for p, t in inputs(b, h, s, layout, table).items() if p in ("cos", "sin")}
     written = {"dKV": empty(b, h, s, 256, layout), "dK_rope": empty(b, 1, s, 64, layout)}
     return case(MlaKvRopeBackward(128, 128), given, written)

@@ -70,7 +70,7 @@ def run(cases: Sequence[Case], where: Path) -> list[tuple[str, ...]]:
 
 def build(kernels: Sequence[tuple[NormVariant, int]], where: Path) -> Path:
     """The program with these kernels of these variants in it."""
-    lines: list[str] = ['#include "norm_host.h"']
+    lines: list[str] = []
     entries: dict[tuple[NormVariant, int], str] = {}
     for i, variant in enumerate(dict.fromkeys(v for v, _ in kernels)):
         names = {name: f"{name}_{i}" for name in KERNELS.values()}

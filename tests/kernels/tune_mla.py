@@ -46,10 +46,10 @@ Key = tuple[Mode, str]
 def shapes(mode: Mode, near: str) -> list[Tuning]:
     """What is tried where the next of `near` (heads, tokens) lies closest."""
     if mode is Mode.MXFP8:
-        kept = ((8, 0), (8, 28), (8, 32), (16, 0), (16, 20))
+        kept = ((8, 0), (8, 28), (8, 32), (16, 0), (16, 16), (16, 20))
         return [
             Tuning(vec=vec, resident=resident, warps=warps, units=units, log_group=group)
-            for (vec, resident), warps, units in product(kept, (1, 2, 4), (4, 8, 16))
+            for (vec, resident), warps, units in product(kept, (2, 4, 8), (4, 8, 16))
             for group in ((0, 2) if near == "tokens" else (0,))
         ]
     tokens = (1, 2, 4) if near == "tokens" else (1,)
@@ -67,9 +67,11 @@ def shapes(mode: Mode, near: str) -> list[Tuning]:
 
 def variant(mode: Mode, shape: Tuning) -> MlaVariant:
     """What has to be compiled: that of shapes which differ in the cut alone is the same."""
-    vec = shape.vec if mode is Mode.MXFP8 else 8
     same = replace(shape, units=8, log_group=0, is_batch_inner=False)
-    return MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, vec, same)
+    if mode is not Mode.MXFP8:
+        return MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, 8, same)
+    scales = shape.units * (192 + 128) // 32  # of the key and the value of so many heads
+    return MlaVariant(mode, DType.BFLOAT16, DType.FLOAT, shape.vec, same, turn=64, scales=scales)
 
 
 def compiled(given: tuple[MlaVariant, str]) -> str:
@@ -95,14 +97,15 @@ def loaded(name: str) -> tuple[Loaded, object]:
 
 def launcher(given: Case, shape: Tuning, files: dict[MlaVariant, str]) -> MlaLaunch:
     task = replace(task_of(given.step), tuning=shape)
-    assert variant_of_task(task).vec == (shape.vec if task.mode is Mode.MXFP8 else 8)
-    kernels, _ = loaded(files[variant(task.mode, shape)])
+    compiled_for = variant(task.mode, shape)
+    assert variant_of_task(task).macros == compiled_for.macros
+    kernels, _ = loaded(files[compiled_for])
     return MlaLaunch("tune", task, kernels)
 
 
 def small(mode: Mode, layout: str) -> tuple[Case, dict[str, Tensor]]:
     """A step that leaves tiles and groups half full, and what it must write."""
-    given = MAKE[mode](3, 21, 288, layout, torch.float32)
+    given = MAKE[mode](3, 21, 288, layout)
     for port in given.step.node.inputs:
         if port in ("kv", "dKey"):
             x = given.at(port)  # copied, zero, Inf, NaN, subnormal
@@ -187,7 +190,7 @@ def tune(files: dict[MlaVariant, str], modes: Iterable[Mode]) -> None:
             else:
                 right.append(shape)
         for b, h, s in SIZES:
-            given = MAKE[mode](b, h, s, layout, torch.float32)
+            given = MAKE[mode](b, h, s, layout)
             size = sum(t.numel() * t.element_size() for t in given.env)
             halves = torch.empty(2, size // 2, device="cuda", dtype=torch.uint8)
             copy = median(lambda halves=halves: halves[0].copy_(halves[1]))

@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
         nargs="+",
         choices=list({**gpu.GROUPS, **cpu.GROUPS}),
         metavar="GROUP",
-        help=f"measure these groups alone: on a GPU of {', '.join(gpu.GROUPS)}; on a CPU of "
+        help=f"measure these groups alone; on a GPU there are {', '.join(gpu.GROUPS)}, on a CPU "
         f"{', '.join(cpu.GROUPS)}",
     )
     command.set_defaults(run=run)

@@ -54,8 +54,8 @@ def by_torch(turn: Work, v: Tensor, caches: tuple[Tensor, Tensor]) -> Callable[[
 
     def run() -> None:
         turn()
-        for room, x in zip(caches, (turn.pack["k_rot"], v), strict=True):
-            room[entry, :, index] = x.transpose(1, 2)
+        for cache, x in zip(caches, (turn.pack["k_rot"], v), strict=True):
+            cache[entry, :, index] = x.transpose(1, 2)
 
     return run
 

@@ -22,15 +22,15 @@ from ropegraph.execution.replay import KEPT
 
 def rows() -> list[Row]:
     """Host time of one execute of the forward graph: launches hidden, queue idle."""
-    ours = Attention(separate_heads(1, 256), 256)
+    ours = Attention(separate_heads(1, 256))
     x = ours.pack
     # More than captures are kept of: none of them is a replay.
     outputs = [torch.empty_like(x["o"]) for _ in range(KEPT + 20)]
 
     def other(i: int) -> None:
-        ours.forward.execute({**x, "o": outputs[i % len(outputs)]})
+        ours.graph.execute({**x, "o": outputs[i % len(outputs)]})
 
-    same = host_us(lambda _: ours.forward.execute(x))
+    same = host_us(lambda _: ours.graph.execute(x))
     new = host_us(other)
     plain = host_us(lambda _: peers.attention(x["q"], x["k"], x["v"]))
     work = "host time of execute, b1 s256"
@@ -42,7 +42,7 @@ def rows() -> list[Row]:
 
 def training_step(b: int, s: int) -> Row:
     """Wall time of forward and backward, the device waited for; the others by autograd."""
-    ours = Attention(packed_views(b, s), s, grads=True)
+    ours = Attention(packed_views(b, s), grads=True)
 
     def step(_: int) -> None:
         ours.step()

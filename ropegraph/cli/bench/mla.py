@@ -75,19 +75,20 @@ def backward(size: Size, order: str, device: str = "cuda") -> Work:
     return Work("mla_kv_rope_backward", given, record)
 
 
+FORMS = {
+    "mla_kv_rope": forward,
+    "mla_kv_rope to MXFP8": mxfp8,
+    "mla_kv_rope_backward": backward,
+}
+
+
 def rows(
     size: Size = (4, 16, 8192), wide: Size = (2, 128, 4096), device: str = "cuda"
 ) -> list[Row]:  # fmt: skip
     """Every form in every order; with many heads in TransformerEngine's order alone."""
-    found: list[Row] = []
-    for made, orders in ((size, ORDERS), (wide, ORDERS[:1])):
-        b, h, s = made
-        for order in orders:
-            where = f"b{b} h{h} s{s} {order}"
-            for what, build in (
-                ("mla_kv_rope", forward),
-                ("mla_kv_rope to MXFP8", mxfp8),
-                ("mla_kv_rope_backward", backward),
-            ):
-                found.append(beside_copy(f"{what}, {where}", build(made, order, device)))
-    return found
+    return [
+        beside_copy(f"{what}, b{b} h{h} s{s} {order}", build((b, h, s), order, device))
+        for (b, h, s), orders in ((size, ORDERS), (wide, ORDERS[:1]))
+        for order in orders
+        for what, build in FORMS.items()
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def packed(lengths: Sequence[int], ranks: int = 1, rank: int = 0, device: str = 
     ranks: of context parallel, among which each sequence, now so many times longer, is divided;
     what does not divide becomes rows of no sequence.
     """
-    chunks = 2 * ranks
-    whole = [n * ranks // chunks * chunks if ranks > 1 else n for n in lengths]
-    bounds = torch.tensor([0, *torch.tensor(whole).cumsum(0).tolist()], dtype=torch.int32)
-    given = {"freqs": half_angles(max(whole), device), "cu_seqlens": bounds.to(device)}
+    chunks = 2 * ranks if ranks > 1 else 1
+    whole = [n * ranks // chunks * chunks for n in lengths]
+    bounds = torch.tensor([*accumulate(whole, initial=0)], dtype=torch.int32, device=device)
+    given = {"freqs": half_angles(max(whole), device), "cu_seqlens": bounds}
     return _ranked(separate_heads(1, sum(lengths), device), given, ranks, rank)
 
 

@@ -11,7 +11,16 @@ import ropegraph as rg
 from ropegraph.cli.bench.rotation import in_place, rotation
 from ropegraph.cli.bench.row import Row
 from ropegraph.cli.bench.work import Handles, Work, beside_copy, ratio
-from ropegraph.cli.bench.workload import BF16, H_KV, H_Q, D, half_angles, heads, strides
+from ropegraph.cli.bench.workload import (
+    BF16,
+    H_KV,
+    H_Q,
+    D,
+    half_angles,
+    heads,
+    separate_heads,
+    strides,
+)
 
 GROUPS, N = H_KV, H_Q // H_KV
 AS_SPLIT = 0.6
@@ -36,8 +45,9 @@ def forward(b: int, s: int, *, place: bool = False, device: str = "cuda") -> Wor
         q, k, _ = g.qkv_rope(
             t["qkv"], t["freqs"], split=split, by_groups=True, half_width=True, in_place=place
         )
-        for n, x in zip("qk", () if place else (q, k), strict=False):
-            x.set_output(True).set_name(f"{n}_rot").set_stride(strides(x.get_dim()))
+        if not place:
+            for n, x in (("q", q), ("k", k)):
+                x.set_output(True).set_name(f"{n}_rot").set_stride(strides(x.get_dim()))
 
     qkv = packed(b, s, device)
     _, _, v = parts(qkv)
@@ -57,22 +67,22 @@ def backward(b: int, s: int, device: str = "cuda") -> Work:
 
     def record(g: rg.pygraph, t: Handles) -> None:
         for n, groups in (("dq", GROUPS), ("dk", 0)):
-            made = g.rope_backward(
-                t[f"{n}_rot"], t["freqs"], half_width=True, head_groups=groups
-            )  # fmt: skip
+            given = t[f"{n}_rot"], t["freqs"]
+            made = g.rope_backward(*given, half_width=True, head_groups=groups)
             made.set_output(True).set_name(n).set_stride(results[n].stride())
 
-    given = {f"{n}_rot": heads((b, h, s, D), device=device) for n, h in (("dq", H_Q), ("dk", H_KV))}
-    given["freqs"] = half_angles(s, device)
-    return Work("qkv_rope backward", given, record, results=results)
+    inputs = {
+        "dq_rot": heads((b, H_Q, s, D), device=device),
+        "dk_rot": heads((b, H_KV, s, D), device=device),
+        "freqs": half_angles(s, device),
+    }
+    return Work("qkv_rope backward", inputs, record, results=results)
 
 
 def split_and_turn(b: int, s: int, device: str = "cuda") -> Callable[[], object]:
     """What one does without it: three copies by torch, then rope in place on Q and K."""
     qkv = packed(b, s, device)
-    flat = {
-        n: heads((b, h, s, D), device=device) for n, h in zip("qkv", (H_Q, H_KV, H_KV), strict=True)
-    }
+    flat = separate_heads(b, s, device)
     turn = in_place(rotation(flat, {"freqs": half_angles(s, device)}, half_width=True))
 
     def run() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ropegraph.cli.bench.timing import RATIO_ROUNDS
+
 
 @dataclass(frozen=True)
 class Row:
@@ -43,8 +45,8 @@ class Row:
 RATIOS = {
     "cpu": "x is ours / theirs: the median of the ratios of rounds that time both in turn, over "
     "five processes, between which it varies by up to a tenth",
-    "cuda": "x is ours / the first of theirs: the ratio of the medians of 45 rounds, in which they "
-    "take turns; two runs of one kernel differ by up to half a percent",
+    "cuda": f"x is ours / the first of theirs: the ratio of the medians of {RATIO_ROUNDS} rounds, "
+    "in which they take turns; two runs of one kernel differ by up to half a percent",
 }
 NOTES = {
     "us more": "us more is how much longer ours takes",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-Work = Callable[[], object]
+Call = Callable[[], object]
 DEVICE_ROUNDS, HOST_ROUNDS = 15, 300
 RATIO_ROUNDS = 45  # a ratio to within half a percent needs more
 
@@ -23,7 +23,7 @@ class Paired:
     ratio: float
 
 
-def paired(ours: Work, other: Work, rounds: int, calls: int = 1) -> Paired:
+def paired(ours: Call, other: Call, rounds: int, calls: int = 1) -> Paired:
     """Time both sides ``rounds`` times in turn, ``calls`` calls each, after a warm-up."""
     for work in (ours, other):
         work()
@@ -36,19 +36,19 @@ def paired(ours: Work, other: Work, rounds: int, calls: int = 1) -> Paired:
     )
 
 
-def _once(work: Work, calls: int) -> float:
+def _once(work: Call, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         work()
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def device_us(work: Work) -> float:
+def device_us(work: Call) -> float:
     """Median device time of one call in microseconds, by CUDA events."""
     return device_in_turn({"": work})[""]
 
 
-def device_in_turn(works: Mapping[str, Work], rounds: int = DEVICE_ROUNDS) -> dict[str, float]:
+def device_in_turn(works: Mapping[str, Call], rounds: int = DEVICE_ROUNDS) -> dict[str, float]:
     """Median device times of works that take turns: a warm card is as warm for each of them.
 
     A buffer larger than the L2 cache is written before each call: its data leave the cache, and the

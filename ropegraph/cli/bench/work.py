@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def _is_near(got: Tensor, want: Tensor) -> bool:
     return bool(((got - want).abs() <= allowed).all())
 
 
-def copy_of(work: Work) -> Callable[[], object]:
+def copy_of(work: Work) -> timing.Call:
     """A device copy that moves as many bytes: half of them, read and written."""
     device = next(iter(work.pack.values())).device
     source = torch.randint(256, (work.moved_bytes // 2,), dtype=torch.uint8, device=device)
@@ -92,7 +91,7 @@ def copy_of(work: Work) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def ratio(what: str, works: Mapping[str, Callable[[], Any]], target: float | None) -> Row:
+def ratio(what: str, works: Mapping[str, timing.Call], target: float | None) -> Row:
     """A row of the first work over the second, all of them timed in turn."""
     return Row.of_ratio(what, timing.device_in_turn(works, timing.RATIO_ROUNDS), target)
 

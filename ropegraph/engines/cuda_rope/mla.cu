@@ -5,9 +5,9 @@
 // Nearly all of it is copying. A warp takes a few heads of a token, or of a few tokens: it turns
 // the shared channels once, in registers, and stores them for all its heads. The adjoint gives one
 // warp of each token the sum over all heads. MXFP8 goes by tiles of 32 tokens and 8 vectors, which
-// a warp holds in registers: blocks along channels and along tokens both lie in it. A tile is cut out
-// of the channels of several heads as they follow each other, copied and turned ones alike, so that
-// rows of heads side by side are written in whole lines.
+// a warp holds in registers: blocks along channels and along tokens both lie in it. A tile is cut
+// out of the channels of several heads as they follow each other, copied and turned ones alike, so
+// that rows of heads side by side are written in whole lines.
 //
 // Specialised at build by macros:
 //   MLA_MODE            0: forward, 1: forward to MXFP8, 2: the adjoint
@@ -18,7 +18,8 @@
 //   MLA_TOKENS          tokens a warp of mla_vector takes, 1, 2 or 4
 //   MLA_WARPS           warps a block
 //   MLA_RESIDENT        warps an SM at least; 0: as the compiler likes
-//   MLA_TURN, MLA_SCALES    MXFP8: channels that turn; blocks of a token in the heads of a block
+//   MLA_TURN            MXFP8 by vectors: channels that turn
+//   MLA_SCALES          MXFP8 by vectors: scales of a token in the heads of a block
 //
 // mla_any takes every base, stride and width. mla_vector takes what the host found to be aligned.
 
@@ -55,15 +56,15 @@ struct Side {
 };
 
 // The adjoint reads sides, key and value, and writes kv and k_rope.
-// A warp takes part_heads heads, a block where MXFP8 goes by vectors. Its work is one of `shares` of a
-// tile of tokens. They go through the tiles of a group first, then through shares, then through the
-// batch_x batch entries that lie along grid.x; grid.y and grid.z have the others.
+// A warp takes part_heads heads, or a block does, where MXFP8 goes by vectors. Its work is one of
+// `shares` of a tile of tokens. They go through the tiles of a group first, then through shares,
+// then through the batch_x batch entries that lie along grid.x; grid.y and grid.z have the others.
 struct Params {
   Place kv, k_rope;
   Side side[2];
   Table cos, sin;
-  // 2^64 / n, rounded up, 0 for 1: n is shares, batch_x; MXFP8: the tiles of a head, the channels of
-  // its key, of its value.
+  // 2^64 / n, rounded up, 0 for 1: n is shares, batch_x; MXFP8: the blocks along the channels of a
+  // head, the channels of its key, of its value.
   unsigned long long shares_magic, batch_magic, each_magic, key_magic, value_magic;
   int batch, heads, tokens, nope, v, half;
   int part_heads, shares, batch_x, log_group;
@@ -525,8 +526,8 @@ constexpr int kAcross = 8;  // lanes along the channels of a tile, a vector each
 constexpr int kRows = 8;    // tokens a lane holds: lane / 8 + 4 i
 
 // What the warps of a block share: the channels that turn, which are those of every head, and the
-// scales of rows. Those go out together: to the L2 a store of a few bytes is as much work as one of a
-// line.
+// scales of rows. Those go out together: to the L2 a store of a few bytes is as much work as one of
+// a line.
 template <int V>
 struct Shared {
   Vec<__nv_bfloat16, V> turned[kBlock][MLA_TURN < V ? 1 : MLA_TURN / V];
@@ -546,9 +547,9 @@ __device__ inline void turn_tokens(const Params& p, const Work& work, Shared<V>&
   }
 }
 
-// Quantize a tile both ways and store it, but leave the scales of its rows in `scale`, a byte of each
-// token. data: vectors from `channel` of a head on, of the tokens of the lane; zero where is_there is
-// false. All lanes must come here.
+// Quantize a tile both ways and store it, but leave the scales of its rows in `scale`, MLA_SCALES
+// bytes from token to token. data: of the tokens of the lane, the vector at `channel` of a head;
+// zero where is_there is false. All lanes must come here.
 template <int V>
 __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], const Side& side, int b,
                                 int head, int block, int channel, bool is_there, int lane,
@@ -576,14 +577,14 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
     steps[i / 2] = steps_of(size_of(both));
   }
   Vec<unsigned char, V> column_scale;
-  unsigned by_column[kPairs];
+  unsigned column_steps[kPairs];
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 8));
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 16));
     const unsigned own = steps_of(size_of(most[k])), scales = scales_of(own);
     reinterpret_cast<unsigned short*>(column_scale.word)[k] = scales | scales >> 8;
-    by_column[k] = own;
+    column_steps[k] = own;
   }
   if (!is_there) return;
 
@@ -615,7 +616,7 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
       const float x = low_half(pair(i, k)), y = high_half(pair(i, k));
       reinterpret_cast<unsigned short*>(row.word)[k] = e4m3(times(x, by_row), times(y, by_row));
       reinterpret_cast<unsigned short*>(column.word)[k] =
-          e4m3(times(x, inverse_low(by_column[k])), times(y, inverse_high(by_column[k])));
+          e4m3(times(x, inverse_low(column_steps[k])), times(y, inverse_high(column_steps[k])));
     }
     if (by_rows) row.store(row_at);
     if (by_columns) column.store(column_at);
@@ -624,8 +625,8 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
   }
 }
 
-// A warp takes one tile of the values, or keys, of the part after the other, and does `meanwhile` while
-// the first loads are on their way.
+// Of the values, or the keys, of the part, each warp takes one tile after another. It does
+// `meanwhile` while its first loads are on their way, also if there is no tile for it.
 template <int V, bool in_value, typename Meanwhile>
 __device__ inline void quantize_side(const Params& p, const Work& work, Shared<V>& shared,
                                      Meanwhile meanwhile) {
@@ -686,8 +687,8 @@ __device__ inline void store_scales(const Params& p, const Work& work, const Sha
   }
 }
 
-// The three phases of a block, which meets between them: each leaves in shared memory what the next
-// one takes. Values wait for nothing that turns.
+// The three phases of a block, whose warps meet between them: each leaves in shared memory what the
+// next one takes. Values wait for nothing that turns.
 template <int V>
 __device__ inline void values(const Params& p, Shared<V>& shared) {
   const Work work(p, blockIdx.x);

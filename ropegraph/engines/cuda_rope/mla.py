@@ -25,10 +25,10 @@ class Tuning:
     """What changes the speed alone.
 
     flight, sum_flight: loads in flight a lane, where it copies and where it sums.  units: vectors
-    that a lane copies; MXFP8: heads that a block takes.  tokens: that a warp
-    takes, up to ``flight``.  warps: of a block.  resident: warps an SM at least, 0 for any.
-    vec: channels of a lane, at most, for MXFP8.  log_group: log2 of the tiles of tokens that warps
-    run over before they run over the heads.  is_batch_inner: batch entries before tokens.
+    that a lane copies; MXFP8: heads that a block takes.  tokens: that a warp takes, up to
+    ``flight``.  warps: of a block.  resident: warps an SM at least, 0 for any.  vec: channels of a
+    lane, at most, for MXFP8.  log_group: log2 of the tiles of tokens that warps run over before
+    they run over the heads.  is_batch_inner: batch entries before tokens.
     """
 
     flight: int = 8
@@ -89,6 +89,11 @@ class Task:
     table: DType
     tuning: Tuning = Tuning()
     is_batch_next: bool = False
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a head's key."""
+        return self.nope + 2 * self.half
 
     @property
     def is_empty(self) -> bool:

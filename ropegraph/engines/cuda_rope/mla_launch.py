@@ -70,7 +70,7 @@ def packed(task: Task, cut: Cut) -> MlaParams:
     params.batch_x, params.log_group = cut.batch, cut.log_group
     params.shares_magic, params.batch_magic = magic(cut.shares), magic(cut.batch)
     params.each_magic = magic(cut.each)
-    params.key_magic = magic(max(1, task.nope + 2 * task.half))
+    params.key_magic = magic(max(1, task.key_dim))
     params.value_magic = magic(max(1, task.v))
     return params
 

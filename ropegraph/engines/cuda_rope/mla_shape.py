@@ -1,4 +1,4 @@
-"""How a launch of mla.cu is cut: vector width, heads of a warp, grid. Plain arithmetic, no GPU."""
+"""How a launch of mla.cu is cut: vector width, heads together, grid. Plain arithmetic, no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ropegraph.engines.cuda_rope.job import Side
 from ropegraph.engines.cuda_rope.mla import Mode, Task
 from ropegraph.engines.cuda_rope.shape import LANES, MAX_WORD, MAX_X, MAX_YZ
 
-BLOCK, ACROSS = 32, 8  # elements that share an MXFP8 scale; vectors of a tile of 32 tokens
+BLOCK = 32  # elements that share an MXFP8 scale
 SHARED_BYTES = 48 * 1024  # that a block has without asking for more
 
 
@@ -17,7 +17,7 @@ class Cut:
     """How one kernel works on a task.
 
     part_heads, parts: heads a warp takes (MXFP8 by vectors: a block), and how many times to have
-    all.  shares: warps, or blocks, for a tile of tokens, ``each`` of each head.  batch: entries
+    all.  shares: warps, or blocks, for a tile of tokens, ``each`` of each part.  batch: entries
     along x.
     """
 
@@ -38,8 +38,7 @@ def vector_of(task: Task) -> int:
     vec = MAX_WORD // task.data.itemsize
     if task.mode is Mode.MXFP8:
         # A side without channels has no tile to be cut out of.
-        is_regular = task.nope % BLOCK == 0 and task.v and task.nope + task.half
-        is_regular = is_regular and _shared_heads(task) > 0
+        is_regular = task.nope % BLOCK == 0 and min(task.key_dim, task.v, _shared_heads(task)) > 0
         fitting = (n for n in (task.tuning.vec, vec) if is_regular and _fits(task, n))
         return next(fitting, 1)
     while vec > 1 and not _fits(task, vec):
@@ -49,7 +48,7 @@ def vector_of(task: Task) -> int:
 
 def alignment(field: str, side: Side, vec: int) -> int:
     """Bytes that the base of a tensor must be a multiple of for vectors of ``vec`` elements."""
-    is_single = field in ("key_scale", "value_scale")  # bytes that lie apart
+    is_single = field in ("key_scale", "value_scale")  # bytes: words only where they may be
     return 1 if is_single else min(MAX_WORD, vec * side.dtype.itemsize)
 
 
@@ -71,12 +70,12 @@ def _fits(task: Task, vec: int) -> bool:
 def _shared_heads(task: Task) -> int:
     """Heads of which a block has room for the scales, beside 32 tokens of what turns, in bf16."""
     room = SHARED_BYTES - BLOCK * max(2 * task.half, MAX_WORD) * 2  # one vector at least
-    return room // max(1, task.nope + 2 * task.half + task.v)
+    return room // max(1, task.key_dim + task.v)
 
 
 def scales_of(task: Task, part_heads: int) -> int:
     """MXFP8 scales of a token in so many heads."""
-    return part_heads * (task.nope + 2 * task.half + task.v) // BLOCK
+    return part_heads * (task.key_dim + task.v) // BLOCK
 
 
 def cut_of(task: Task, vec: int) -> Cut:
@@ -86,22 +85,21 @@ def cut_of(task: Task, vec: int) -> Cut:
         tokens = tuning.tokens if vec > 1 else 1
         rows = LANES // max(1, min(LANES, (task.nope + task.v) // vec))
         part_heads = max(1, min(task.heads, max(1, tuning.units // tokens) * rows))
-        parts = -(-task.heads // part_heads)
         tiles = -(-task.tokens // tokens)
         sums = tokens if task.mode is Mode.BACKWARD else 0
-        return _cut(task, part_heads, parts, 1, sums, tiles, tuning.warps)
+        return _cut(task, part_heads, tiles, tuning.warps, sums=sums)
     tiles = task.tokens // BLOCK
     if vec == 1:
-        each = scales_of(task, 1)
-        return _cut(task, 1, task.heads, each, 0, tiles, tuning.warps)
+        return _cut(task, 1, tiles, tuning.warps, each=scales_of(task, 1))
     part_heads = max(1, min(task.heads, tuning.units, _shared_heads(task)))
-    return _cut(task, part_heads, -(-task.heads // part_heads), 1, 0, tiles, 1)
+    return _cut(task, part_heads, tiles, 1)
 
 
 def _cut(
-    task: Task, part_heads: int, parts: int, each: int, sums: int, tiles: int, together: int
+    task: Task, part_heads: int, tiles: int, block_shares: int, *, each: int = 1, sums: int = 0
 ) -> Cut:
-    """The grid, of blocks that have ``together`` shares; the kernel leaves out what is too many."""
+    """The grid, of blocks with so many shares; the kernel leaves out what is too many."""
+    parts = -(-task.heads // part_heads)
     tuning, shares = task.tuning, parts * each + sums
     log_group = tuning.log_group
     while log_group and 2**log_group > tiles:
@@ -112,5 +110,5 @@ def _cut(
         batch = 1
     entries = -(-task.batch // max(1, batch))
     z = max(1, -(-entries // MAX_YZ))
-    grid = max(1, -(-works * batch // together)), max(1, -(-entries // z)), z
+    grid = max(1, -(-works * batch // block_shares)), max(1, -(-entries // z)), z
     return Cut(part_heads, parts, shares, each, log_group, max(1, batch), grid)

@@ -17,8 +17,8 @@ SOURCE = Path(__file__).with_name("mla.cu")
 class MlaVariant(Unit):
     """One translation unit: mla_vector for ``vec`` > 1, and mla_any.
 
-    turn, scales: of mla_vector for MXFP8, channels that turn, and blocks of a token in a block's
-    heads.
+    turn, scales: for MXFP8 by vectors, channels that turn, and scales of a token in the heads of a
+    block.
     """
 
     mode: Mode

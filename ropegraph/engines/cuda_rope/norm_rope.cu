@@ -485,7 +485,7 @@ __device__ inline void norm_heads(const Job& job, const Norm& norm, const Token&
     Row<V, T, P> row = packed.template wide<ROPE_READ_PAIRS>();
     if constexpr (!kFirst) {
       if constexpr (kKeeps) {
-        asm volatile("" ::: "memory");  // as above
+        asm volatile("" ::: "memory");  // as for Blend
         turn_row(kept, lane, false, job.factor, scale, row);
       } else {
         turn_row(turn, job.factor, scale, row);
