@@ -56,7 +56,7 @@ def as_number(given: object, argument: str) -> float:
     """
     if is_tensor(given) or hasattr(given, "set_output"):  # of a framework, or of a graph
         raise GraphError(f"{argument} is a tensor; it is fixed at build, so give a host number")
-    if isinstance(given, (bool, str)) or not hasattr(given, "__float__"):
+    if isinstance(given, (bool, str, type)) or not hasattr(given, "__float__"):
         raise GraphError(f"{argument}={given!r:.60} is not a number")
     try:
         number = float(cast(Any, given))
@@ -71,7 +71,7 @@ def as_count(given: object, argument: str, low: int = 0) -> int:
     """Read an integer of at least ``low`` that int64 can hold."""
     if type(given) is int and low <= given < 2**63:  # what torch.compile can follow, of a size too
         return given
-    if isinstance(given, bool) or is_tensor(given) or not hasattr(given, "__index__"):
+    if isinstance(given, (bool, type)) or is_tensor(given) or not hasattr(given, "__index__"):
         raise GraphError(f"{argument}={given!r:.60} is not a host integer; use {low} or more")
     number = int(cast(Any, given))
     if number < low:

@@ -15,6 +15,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "attn_bias": ("bias",),
     "scale": _SCALE, "attn_scale": _SCALE, "softmax_scale": _SCALE, "sm_scale": _SCALE,
     "scaling": _SCALE,
+    "output_scale": ("q_output_scale", "k_output_scale"),
     "causal": _CAUSAL, "is_causal": _CAUSAL, "use_causal_mask": _CAUSAL,
     "window_size": ("window", "sliding_window_length"),
     "sliding_window": ("window", "sliding_window_length"),

@@ -107,7 +107,8 @@ class NormOps:
 
 def _phase(given: object, where: str) -> phases:
     """FE's enumeration too: it goes by the name."""
-    found = getattr(phases, getattr(given, "name", ""), None)
+    name = getattr(given, "name", None)
+    found = getattr(phases, name, None) if isinstance(name, str) else None
     if not isinstance(found, phases):
         raise GraphError(
             f"{where}: norm_forward_phase={given!r:.60}; use norm_forward_phase.TRAINING or "

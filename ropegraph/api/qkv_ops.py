@@ -7,6 +7,7 @@ from typing import Any
 
 from ropegraph.api.angle_source import SOURCE_KEYWORDS
 from ropegraph.api.checks import as_count, as_flag, as_list, as_name
+from ropegraph.api.meant import meant_by
 from ropegraph.api.recording import Recorder
 from ropegraph.api.rope_ops import RopeOps
 from ropegraph.api.tensor import Tensor
@@ -49,6 +50,7 @@ class QkvOps(RopeOps):
         """
         name = self._qkv_name(SplitQkv, name, "qkv_rope")
         where = f"qkv_rope {name!r}"
+        _refuse_own(where, rope)
         wanted = as_flag(in_place, f"{where}: in_place")
         made = self._split(qkv, where, f"{name}_split", split, by_groups)
         made["v"].set_name(f"{name}::V")
@@ -106,6 +108,7 @@ class QkvOps(RopeOps):
         """
         name = self._qkv_name(JoinQkv, name, "qkv_rope_backward")
         where = f"qkv_rope_backward {name!r}"
+        _refuse_own(where, rope)
         grads = {
             part: self.recorder.adopt(given, f"{where}: d{part.upper()}")
             for part, given in zip(PARTS, (dQ, dK, dV), strict=True)
@@ -123,10 +126,18 @@ class QkvOps(RopeOps):
 
     def _qkv_name(self, kind: type[SplitQkv] | type[JoinQkv], given: str, word: str) -> str:
         """The caller's name, or ``<word>.<n>``."""
-        if given:
-            return as_name(given, f"{word}: name")
+        if found := as_name(given, f"{word}: name"):
+            return found
         count = sum(isinstance(n.attrs, kind) for n in self.recorder.nodes)
         return f"{word}.{count}"
+
+
+def _refuse_own(where: str, given: Iterable[str]) -> None:
+    """Raise GraphError for a keyword of rope that is set here, for Q and for K."""
+    for keyword in given:
+        if keyword.removeprefix("k_") in ("input", "dY", "name", "output_scale", "head_groups"):
+            hint = meant_by(keyword, ("q_output_scale", "k_output_scale"))
+            raise GraphError(f"{where}: {keyword}= is no argument here{hint}")
 
 
 def _keywords(part: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ JUNK: list[Any] = [
     complex(1, 2),
     range(4),
     len,
+    int,
     new().tensor(Q),
 ]
 

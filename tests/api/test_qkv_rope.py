@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -323,6 +324,59 @@ def test_what_does_not_fit(dim: Any, split: Any, by_groups: Any, message: str) -
     with pytest.raises(rg.GraphError, match=message):
         g.qkv_rope(x, t, split=split, by_groups=by_groups)
     assert not g.recorder.nodes
+
+
+class Packed:
+    """A graph in which qkv_rope, or its adjoint, is recorded."""
+
+    def __init__(self, is_backward: bool) -> None:
+        self.graph = rg.pygraph(io_data_type=F64)
+        self.table = self.graph.tensor((5, 1, 1, 8), data_type="float32")
+        heads = (6, 2, 2) if is_backward else ()
+        self.grads = [self.graph.tensor((2, h, 5, 8)) for h in heads]
+        self.packed = self.graph.tensor((2, 5, 10, 8))
+
+    def record(self, **more: Any) -> None:
+        if self.grads:
+            self.graph.qkv_rope_backward(*self.grads, self.table, split=(6, 2, 2), **more)
+        else:
+            self.graph.qkv_rope(self.packed, self.table, split=(6, 2, 2), **more)
+
+
+SCALES = "is no argument here; did you mean q_output_scale or k_output_scale?"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"output_scale": 0.5}, f"output_scale= {SCALES}"),
+        ({"head_groups": 2}, "head_groups= is no argument here"),
+        ({"k_name": "k"}, "k_name= is no argument here"),
+        ({"name": torch.ones(2)}, "name=tensor"),
+    ],
+)
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_keywords_of_rope_that_are_set_otherwise(
+    changed: dict[str, Any], message: str, is_backward: bool
+) -> None:
+    given = Packed(is_backward)
+    with pytest.raises(rg.GraphError, match=re.escape(message)):
+        given.record(**changed)
+    assert not given.graph.recorder.nodes
+
+
+@pytest.mark.parametrize("name", ["", "turn"])
+@pytest.mark.parametrize("wrong", [{"inverted": True}, {"k_inverse": 3}])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_what_is_refused_leaves_the_graph_as_it_was(
+    name: str, wrong: dict[str, Any], is_backward: bool
+) -> None:
+    """So that the same call works once it is right, under the same name."""
+    given = Packed(is_backward)
+    with pytest.raises(rg.GraphError):
+        given.record(name=name, **wrong)
+    assert not given.graph.recorder.nodes
+    given.record(name=name)
 
 
 def test_every_way_to_pack_has_a_key_of_its_own() -> None:

@@ -249,6 +249,7 @@ def refused(text: str, method: str = "rmsnorm", **changed: Any) -> None:
         ({"epsilon": ropegraph.pygraph().tensor([1])}, "epsilon is a tensor; it is fixed at build"),
         ({"epsilon": float("nan")}, "epsilon=nan is not finite"),
         ({"norm_forward_phase": "training"}, "use norm_forward_phase.TRAINING or INFERENCE"),
+        ({"norm_forward_phase": torch.ones(2)}, "use norm_forward_phase.TRAINING or INFERENCE"),
         ({"zero_centered": 1}, "zero_centered=1; use True or False"),
         ({"eps": 1e-6}, "eps=1e-06 is no argument here; did you mean epsilon?"),
         ({"scale": torch.ones(1, 1, 1, 4)}, "scale is [1, 1, 1, 4] for input [2, 3, 5, 8]"),

@@ -75,7 +75,12 @@ def test_only_some_groups(
     record = ["--record", str(tmp_path / "part")]
     assert main(["bench", "--device", "cpu", "--only", "host", "attention", *record]) == 0
     assert main(["bench", "--device", "cpu"]) == 0
-    assert asked == [["attention", "host"], ["attention", "training", "host"]]
+    assert main(["bench", "--device", "cpu", "--only", "host", "--only", "attention"]) == 0
+    assert asked == [
+        ["attention", "host"],
+        ["attention", "training", "host"],
+        ["attention", "host"],
+    ]
     page = (tmp_path / "part.md").read_text()
     assert '`make bench ARGS="--only host attention"`' in page
     assert main(["bench", "--device", "cpu", "--only", "host", "mla"]) == 2

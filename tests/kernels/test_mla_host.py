@@ -80,6 +80,28 @@ def test_every_byte_of_mxfp8(tmp_path: Path) -> None:
     assert taken[3] == taken[4] == host.SINGLE
 
 
+def test_sides_without_channels_and_nothing_that_turns(tmp_path: Path) -> None:
+    """Nothing is read behind kv, no scale is written past its row."""
+    cases: list[tuple[str, Case]] = []
+    sizes = ((2, 64, 0, 32), (9, 32, 0, 32), (3, 0, 0, 32), (2, 64, 32, 0), (1, 0, 32, 0))
+    for h, nope, v, r in sizes:
+        given = inputs(1, h, 32, nope, v, 32)
+        given |= {port: given[port][..., :r] for port in ("k_rope", "cos", "sin")}
+        op = MlaKvRope(nope, "mxfp8")
+        written = outputs(op, given, random.Random(0), ("bshd",))
+        cases.append((f"{h} {nope} {v} {r}", case(op, given, written)))
+    run_and_check(cases, tmp_path)
+
+
+@pytest.mark.parametrize(("nope", "v", "r"), [(1696, 1696, 704), (3072, 3072, 0), (576, 736, 736)])
+def test_shared_memory_stays_inside_its_limit(nope: int, v: int, r: int) -> None:
+    task = mla.task_of(plain(MlaKvRope(64, "mxfp8")).step)
+    task = replace(task, heads=8, nope=nope, v=v, half=r // 2)
+    scales = mla_shape.scales_of(task, mla_shape.cut_of(task, 16).part_heads)
+    turned = max(1, r // 16) * 16 * 2  # of a token, as struct Shared has it
+    assert 32 * (turned + scales) <= mla_shape.SHARED_BYTES
+
+
 @pytest.mark.parametrize("table", [BF16, F32])
 def test_bytes_by_hand(table: torch.dtype, tmp_path: Path) -> None:
     """Against integers and fractions: zero blocks, saturation, subnormals, Inf and NaN."""

@@ -47,6 +47,7 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument(
         "--only",
+        action="extend",
         nargs="+",
         choices=list({**gpu.GROUPS, **cpu.GROUPS}),
         metavar="GROUP",

@@ -37,7 +37,8 @@ def vector_of(task: Task) -> int:
     """
     vec = MAX_WORD // task.data.itemsize
     if task.mode is Mode.MXFP8:
-        is_regular = task.nope % BLOCK == 0 and _shared_heads(task) > 0
+        # A side without channels has no tile to be cut out of.
+        is_regular = task.nope % BLOCK == 0 and min(task.key_dim, task.v, _shared_heads(task)) > 0
         fitting = (n for n in (task.tuning.vec, vec) if is_regular and _fits(task, n))
         return next(fitting, 1)
     while vec > 1 and not _fits(task, vec):
@@ -68,7 +69,7 @@ def _fits(task: Task, vec: int) -> bool:
 
 def _shared_heads(task: Task) -> int:
     """Heads of which a block has room for the scales, beside 32 tokens of what turns, in bf16."""
-    room = SHARED_BYTES - BLOCK * 2 * task.half * 2
+    room = SHARED_BYTES - BLOCK * max(2 * task.half, MAX_WORD) * 2  # one vector at least
     return room // max(1, task.key_dim + task.v)
 
 
