@@ -52,22 +52,22 @@ class QkvOps(RopeOps):
         where = f"qkv_rope {name!r}"
         _refuse_own(where, rope)
         wanted = as_flag(in_place, f"{where}: in_place")
-        made = self._split(qkv, where, f"{name}_split", split, by_groups)
-        made["v"].set_name(f"{name}::V")
-        turned: list[Tensor] = []
-        for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
-            x = made[part]
-            groups = x.get_dim()[1] if len(x.get_dim()) == 5 and not wanted else 0
-            out = self.rope(
-                x, name=f"{name}_{part}", output_scale=scale, head_groups=groups,
-                **_keywords(part, {"freqs": freqs, **rope}),
-            )  # fmt: skip
-            if wanted and out.spec.in_place_of is not None:
-                raise GraphError(f"{where}: in_place and k_cache both say where K goes; use one")
-            if wanted:
-                out.spec.in_place_of = x
-            turned.append(out.set_name(f"{name}::{part.upper()}"))
-        return [*turned, made["v"]]
+        with self.recorder.all_or_none():
+            made = dict(self._split(qkv, where, f"{name}_split", split, by_groups))
+            for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
+                x = made[part]
+                groups = x.get_dim()[1] if len(x.get_dim()) == 5 and not wanted else 0
+                made[part] = self.rope(
+                    x, name=f"{name}_{part}", output_scale=scale, head_groups=groups,
+                    **_keywords(part, {"freqs": freqs, **rope}),
+                )  # fmt: skip
+                if wanted and made[part].spec.in_place_of is not None:
+                    raise GraphError(
+                        f"{where}: in_place and k_cache both say where K goes; use one"
+                    )
+                if wanted:
+                    made[part].spec.in_place_of = x
+        return [made[part].set_name(f"{name}::{part.upper()}") for part in PARTS]
 
     def split_qkv(
         self, qkv: Any, *, split: Iterable[int], by_groups: bool | None = None, name: str = ""
@@ -115,14 +115,15 @@ class QkvOps(RopeOps):
         }
         dims = {part: grad.get_dim() for part, grad in grads.items()}
         attrs = _joined(where, split, by_groups, dims)
-        for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
-            dim = parts_of(where, attrs, attrs.dim)[part]
-            grads[part] = self.rope_backward(
-                grads[part], name=f"{name}_{part}", output_scale=scale,
-                head_groups=dim[1] if len(dim) == 5 else 0,
-                **_keywords(part, {"freqs": freqs, **rope}),
-            )  # fmt: skip
-        return self.recorder.record(attrs, f"{name}_join", grads, ("qkv",))["qkv"]
+        with self.recorder.all_or_none():
+            for part, scale in (("q", q_output_scale), ("k", k_output_scale)):
+                dim = parts_of(where, attrs, attrs.dim)[part]
+                grads[part] = self.rope_backward(
+                    grads[part], name=f"{name}_{part}", output_scale=scale,
+                    head_groups=dim[1] if len(dim) == 5 else 0,
+                    **_keywords(part, {"freqs": freqs, **rope}),
+                )  # fmt: skip
+            return self.recorder.record(attrs, f"{name}_join", grads, ("qkv",))["qkv"]
 
     def _qkv_name(self, kind: type[SplitQkv] | type[JoinQkv], given: str, word: str) -> str:
         """The caller's name, or ``<word>.<n>``."""

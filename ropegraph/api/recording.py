@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,17 @@ class Recorder:
                 self.tensors.append(tensor)
         self.nodes.append(RecordedNode(name, attrs, dict(inputs), made))
         return made
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """What is recorded inside stays only if all of it can be: else the graph is as it was."""
+        nodes, tensors, adopted = len(self.nodes), len(self.tensors), dict(self._adopted)
+        try:
+            yield
+        except BaseException:
+            del self.nodes[nodes:], self.tensors[tensors:]
+            self._adopted = adopted
+            raise
 
     def producer(self, tensor: Tensor) -> RecordedNode | None:
         """The node that writes a tensor, None for an input."""

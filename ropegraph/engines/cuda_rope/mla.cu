@@ -576,15 +576,12 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
     }
     steps[i / 2] = steps_of(size_of(both));
   }
-  Vec<unsigned char, V> column_scale;
   unsigned column_steps[kPairs];
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 8));
     most[k] = larger_size(most[k], __shfl_xor_sync(kAll, most[k], 16));
-    const unsigned own = steps_of(size_of(most[k])), scales = scales_of(own);
-    reinterpret_cast<unsigned short*>(column_scale.word)[k] = scales | scales >> 8;
-    column_steps[k] = own;
+    column_steps[k] = steps_of(size_of(most[k]));
   }
   if (!is_there) return;
 
@@ -601,6 +598,12 @@ __device__ inline void quantize(const Vec<__nv_bfloat16, V> (&data)[kRows], cons
     scale[(token + 4) * MLA_SCALES] = scales >> 16;
   }
   if (side.column_scale.base && first == 0) {
+    Vec<unsigned char, V> column_scale;
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      const unsigned scales = scales_of(column_steps[k]);
+      reinterpret_cast<unsigned short*>(column_scale.word)[k] = scales | scales >> 8;
+    }
     column_scale.store(at<unsigned char>(side.column_scale, b, head, block, channel));
   }
   const int token = block * kBlock + first;
@@ -651,7 +654,8 @@ __device__ inline void quantize_side(const Params& p, const Work& work, Shared<V
     for (int i = 0; i < kRows; ++i) {
       data[i].clear();
       if (is_there && is_turned) data[i] = shared.turned[lane / kAcross + 4 * i][turn / V];
-      if (is_there && !is_turned) data[i].load(x + 4 * i * p.kv.s);
+      if (is_there && !is_turned) data[i].load(x);
+      x += 4 * p.kv.s;
     }
     if (is_first) meanwhile();
     is_first = false;
