@@ -66,7 +66,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-examples: $(STAMP)
+examples: $(STAMP)  ## run every script of examples/
 	@set -e; for script in examples/*.py; do \
 		echo "== $$script"; OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python "$$script"; done
 

@@ -19,6 +19,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "causal": _CAUSAL, "is_causal": _CAUSAL, "use_causal_mask": _CAUSAL,
     "window_size": ("window", "sliding_window_length"),
     "sliding_window": ("window", "sliding_window_length"),
+    "eps": ("norm_eps", "epsilon"), "norm_eps": ("epsilon",),
     "dropout": ("dropout_p",), "dropout_p": ("dropout",),
     "alibi_slopes": ("alibi", "use_alibi_mask"),
     "logits_soft_cap": ("softcap",), "softcapping": ("softcap",),

@@ -43,6 +43,12 @@ def _output(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
 def _check_heads(where: str, dims: Mapping[str, Dim]) -> None:
     """Rows that can be multiplied, and query heads in equal groups."""
     for port in ("q", "k", "v"):
+        if len(dims[port]) == 5:
+            raise GraphError(
+                f"{where}: {port} {list(dims[port])} has its heads in two levels, as packing by "
+                "groups leaves them; rotate it into a tensor of its own (in_place=False), or pack "
+                "heads one behind the other"
+            )
         if len(dims[port]) != 4:
             raise GraphError(
                 f"{where}: {port} {list(dims[port])} has {len(dims[port])} dims; use [b, h, s, d]"

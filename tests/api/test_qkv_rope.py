@@ -463,3 +463,13 @@ def test_every_engine_takes_it_apart_and_puts_it_together(
         back.find_tensor(name).set_stride(x.stride())
     dqkv = execute(back, {**grads, "freqs": freqs()})["dqkv"]
     torch.testing.assert_close(dqkv, wanted, rtol=0, atol=1e-12)
+
+
+def test_heads_in_two_levels_do_not_reach_attention() -> None:
+    g = rg.pygraph(io_data_type=F64)
+    x = g.tensor((2, 5, 2, 48), name="qkv")  # two groups of four heads of Q
+    t = g.tensor((5, 1, 1, 8), data_type="float32", name="freqs")
+    q, k, v = g.qkv_rope(x, t, split=[32, 8, 8], in_place=True)
+    said = r"q \[2, 2, 4, 5, 8\] has its heads in two levels.*in_place=False.*one behind the other"
+    with pytest.raises(rg.GraphError, match=said):
+        g.sdpa(q, k, v, name="attn")

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.cli.bench import peers
 from ropegraph.cli.bench.row import Row
-from ropegraph.cli.bench.timing import device_us
-from ropegraph.cli.bench.work import Handles, Work
-from ropegraph.cli.bench.workload import (
-    BF16,
-    H_KV,
-    H_Q,
-    D,
-    angles,
-    packed_views,
-    separate_heads,
-    tables,
-)
+from ropegraph.cli.bench.timing import device_in_turn, device_us
+from ropegraph.cli.bench.work import Handles, Work, copy_of
+from ropegraph.cli.bench.workload import angles, packed_views, separate_heads, tables
 
 
 def rotation(
@@ -57,11 +47,10 @@ def rows() -> list[Row]:
 
 def _both_ways(b: int, s: int, target: float) -> list[Row]:
     x, freqs = separate_heads(b, s), angles(s)
-    both = torch.randn(b * s * (H_Q + H_KV) * D, device="cuda", dtype=BF16)
-    target_buffer = torch.empty_like(both)
-    others = {"copy": device_us(lambda: target_buffer.copy_(both))}
+    work = rotation(x, {"freqs": freqs})
+    others = device_in_turn({"ours": work, "copy": copy_of(work)})
+    us = others.pop("ours")
     cos, sin = tables(freqs)
-    us = device_us(rotation(x, {"freqs": freqs}))
     back = device_us(rotation(x, {"freqs": freqs}, "rope_backward"))
     # After ours: Liger turns Q and K themselves.
     for name, turn in peers.rotations().items():
