@@ -46,7 +46,7 @@ class NormVariant(Unit):
         if self.is_backward:
             return 16 if wide <= 16 else 8
         if not self.is_whole and wide <= 16:
-            return 28 if self.norm_first else 24  # weight and rotation lie in shared memory
+            return 24  # weight and rotation lie in shared memory
         return 20 if wide <= 16 else 12
 
     @property
