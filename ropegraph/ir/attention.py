@@ -43,15 +43,15 @@ def _output(where: str, attrs: Attention, dims: Mapping[str, Dim]) -> Dim:
 def _check_heads(where: str, dims: Mapping[str, Dim]) -> None:
     """Rows that can be multiplied, and query heads in equal groups."""
     for port in ("q", "k", "v"):
-        if len(dims[port]) == 5:
-            raise GraphError(
-                f"{where}: {port} {list(dims[port])} has its heads in two levels, as packing by "
-                "groups leaves them; rotate it into a tensor of its own (in_place=False), or pack "
-                "heads one behind the other"
-            )
         if len(dims[port]) != 4:
+            # Five are what packing by groups leaves of Q until it is rotated.
+            two_levels = (
+                ": heads in two levels are rotated into a tensor of their own first, or packed one "
+                "behind the other"
+            )
             raise GraphError(
                 f"{where}: {port} {list(dims[port])} has {len(dims[port])} dims; use [b, h, s, d]"
+                f"{two_levels if len(dims[port]) == 5 else ''}"
             )
     q, k = dims["q"], dims["k"]
     if k[3] != q[3]:

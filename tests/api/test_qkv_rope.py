@@ -470,6 +470,6 @@ def test_heads_in_two_levels_do_not_reach_attention() -> None:
     x = g.tensor((2, 5, 2, 48), name="qkv")  # two groups of four heads of Q
     t = g.tensor((5, 1, 1, 8), data_type="float32", name="freqs")
     q, k, v = g.qkv_rope(x, t, split=[32, 8, 8], in_place=True)
-    said = r"q \[2, 2, 4, 5, 8\] has its heads in two levels.*in_place=False.*one behind the other"
+    said = r"q \[2, 2, 4, 5, 8\] has 5 dims; use .*heads in two levels are rotated into a tensor"
     with pytest.raises(rg.GraphError, match=said):
         g.sdpa(q, k, v, name="attn")
