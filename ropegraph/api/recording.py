@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +143,7 @@ class Recorder:
         return made
 
     @contextmanager
-    def all_or_none(self) -> Iterator[None]:
+    def all_or_none(self) -> Generator[None]:
         """What is recorded inside stays only if all of it can be: else the graph is as it was."""
         nodes, tensors, adopted = len(self.nodes), len(self.tensors), dict(self._adopted)
         try:
