@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ropegraph.api.plans import Form
+from ropegraph.cli.bench.timing import captured
 from ropegraph.functional import allocate, attention, eager, qkv_attention, rope
 from ropegraph.testing import oracle
-from tests.gpu.capture import captured
 
 pytestmark = [
     pytest.mark.gpu,

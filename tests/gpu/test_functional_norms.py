@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import ropegraph as rg
+from ropegraph.cli.bench.timing import captured
 from ropegraph.functional import attention, cached_attention, eager, qkv_attention
 from ropegraph.functional.kept import Kept
 from ropegraph.testing import oracle
-from tests.gpu.capture import captured
 from tests.gpu.test_functional import (
     H_Q,
     SPLIT,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ropegraph.cli.bench.timing import captured
 from ropegraph.functional import eager
 from ropegraph.functional.kept import Kept
 from ropegraph.nn import KVCache, RotaryAngles, RotaryAttention
-from tests.gpu.capture import captured
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,7 +9,7 @@ import torch
 import ropegraph as rg
 from ropegraph.cli.bench import peers
 from ropegraph.cli.bench.row import Row
-from ropegraph.cli.bench.timing import device_in_turn, device_us
+from ropegraph.cli.bench.timing import Call, device_in_turn, device_us
 from ropegraph.cli.bench.workload import (
     BF16,
     H_Q,
@@ -104,7 +103,7 @@ def _steps(x: Buffers, size: str) -> list[Row]:
         Attention(x, grads=True, in_place=True),
         Attention(x, grads=True, rotated=False),
     )
-    works: dict[str, Callable[[], object]] = {
+    works: dict[str, Call] = {
         "packed": apart.step,
         "packed, in place": in_place.step,
         "SDPA alone": alone.step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,11 +9,9 @@ from torch import Tensor
 
 from ropegraph.cli.bench import peers
 from ropegraph.cli.bench.row import Row
-from ropegraph.cli.bench.timing import device_in_turn, host_us
-from ropegraph.cli.bench.workload import BF16, H_Q, SPLIT, D, angles, tables
+from ropegraph.cli.bench.timing import Call, captured, device_in_turn, host_us
+from ropegraph.cli.bench.workload import H_Q, SPLIT, D, angles, heads, separate_heads, tables
 from ropegraph.functional import attention, qkv_attention
-
-Step = Callable[[], object]
 
 
 def rows() -> list[Row]:
@@ -26,7 +23,7 @@ def rows() -> list[Row]:
         for name, step in ours.items():
             beside = {
                 "in the calling thread": _host_us(step, threads=False),
-                "captured by torch.cuda.graph": _host_us(_captured(step)),
+                "captured by torch.cuda.graph": _host_us(captured(step)[0].replay),
                 "a Function that does nothing": _host_us(nothing),
             }
             us = _host_us(step)
@@ -54,18 +51,14 @@ def _long(b: int, s: int) -> list[Row]:
     return found
 
 
-def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, Step]]:
+def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Call], dict[str, Call]]:
     """Our steps, and others."""
-
-    def normal(h: int) -> Tensor:
-        return torch.randn(b, s, h, D, device="cuda", dtype=BF16)
-
-    q, k, v = (normal(h).transpose(1, 2).requires_grad_() for h in SPLIT)
-    packed = normal(sum(SPLIT)).requires_grad_()
-    do = normal(H_Q).transpose(1, 2)
+    q, k, v = (x.requires_grad_() for x in separate_heads(b, s).values())
+    packed = heads((b, sum(SPLIT), s, D)).transpose(1, 2).requires_grad_()
+    do = heads((b, H_Q, s, D))
     cos, sin = tables(freqs)
 
-    def heads() -> object:
+    def apart() -> object:
         o = attention(q, k, v, freqs, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(o, (q, k, v), do)
 
@@ -85,12 +78,12 @@ def _steps(b: int, s: int, freqs: Tensor) -> tuple[dict[str, Step], dict[str, St
         o = cast(Tensor, _Nothing.apply(q, k, v))
         return torch.autograd.grad(o, (q, k, v), do)
 
-    ours: dict[str, Step] = {
-        "separate heads": heads,
+    ours: dict[str, Call] = {
+        "separate heads": apart,
         "packed": whole,
         "packed, rotated again": again,
     }
-    others: dict[str, Step] = {"F.sdpa alone": plain, "a Function that does nothing": nothing}
+    others: dict[str, Call] = {"F.sdpa alone": plain, "a Function that does nothing": nothing}
     eager = peers.rotations().get("HF eager")
     if eager is not None:
         others["HF eager + F.sdpa"] = lambda: plain(eager)
@@ -111,7 +104,7 @@ class _Nothing(torch.autograd.Function):
         return grads[0], k, v
 
 
-def _host_us(step: Step, threads: bool = True) -> float:
+def _host_us(step: Call, threads: bool = True) -> float:
     """Wall time of a step with the wait for the device.
 
     threads: False keeps autograd in the calling thread, as a training loop may.
@@ -120,26 +113,12 @@ def _host_us(step: Step, threads: bool = True) -> float:
         return host_us(lambda _: _waited(step))
 
 
-def _captured(step: Step) -> Step:
-    """The whole step, autograd included, as one CUDA graph: any loop may do so."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def _waited(step: Step) -> None:
+def _waited(step: Call) -> None:
     step()
     torch.cuda.synchronize()
 
 
-def _mib(step: Step) -> float:
+def _mib(step: Call) -> float:
     """The peak of one step over what was allocated before it."""
     _waited(step)
     torch.cuda.reset_peak_memory_stats()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 import ropegraph as rg
 from ropegraph.cli.bench.rotation import rotation
 from ropegraph.cli.bench.row import Row
+from ropegraph.cli.bench.timing import Call
 from ropegraph.cli.bench.work import Handles, Work, ratio
 from ropegraph.cli.bench.workload import H_KV, D, half_angles, heads, separate_heads
 
@@ -45,7 +45,7 @@ def alone(b: int, s: int, room: int, device: str = "cuda") -> Work:
     return rotation(separate_heads(b, s, device), given, half_width=True)
 
 
-def by_torch(turn: Work, v: Tensor, caches: tuple[Tensor, Tensor]) -> Callable[[], object]:
+def by_torch(turn: Work, v: Tensor, caches: tuple[Tensor, Tensor]) -> Call:
     """The rotation, then K and V into caches [b, h, room, D] by torch's writes at an index."""
     b, _, s, _ = v.shape
     at, device = turn.inputs["start_positions"], v.device

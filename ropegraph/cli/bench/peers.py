@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ropegraph as rg
+from ropegraph.cli.bench.timing import Call
 from ropegraph.compile import device_of
 from ropegraph.engines.cudnn_rope_sdpa.native import build
 
@@ -39,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def native(graph: rg.pygraph, pack: Mapping[str, Any]) -> Callable[[], object] | None:
+def native(graph: rg.pygraph, pack: Mapping[str, Any]) -> Call | None:
     """The lowered graph as one graph of cuDNN's own rope and sdpa nodes; None before cuDNN 9.24.
 
     It writes every rotated tensor to a buffer, as cuDNN's nodes do.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 import ropegraph as rg
 from ropegraph.cli.bench.rotation import in_place, rotation
 from ropegraph.cli.bench.row import Row
+from ropegraph.cli.bench.timing import Call
 from ropegraph.cli.bench.work import Handles, Work, beside_copy, ratio
 from ropegraph.cli.bench.workload import (
     BF16,
@@ -79,7 +78,7 @@ def backward(b: int, s: int, device: str = "cuda") -> Work:
     return Work("qkv_rope backward", inputs, record, results=results)
 
 
-def split_and_turn(b: int, s: int, device: str = "cuda") -> Callable[[], object]:
+def split_and_turn(b: int, s: int, device: str = "cuda") -> Call:
     """What one does without it: three copies by torch, then rope in place on Q and K."""
     qkv = packed(b, s, device)
     flat = separate_heads(b, s, device)

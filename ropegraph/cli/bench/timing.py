@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+T = TypeVar("T")
 DEVICE_ROUNDS, HOST_ROUNDS = 15, 300
 RATIO_ROUNDS = 45  # a ratio to within half a percent needs more
 
@@ -83,3 +85,20 @@ def host_us(work: Callable[[int], object]) -> float:
         work(i)
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
+
+
+def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A step in one CUDA graph, the way any training or decoding loop captures one.
+
+    Returns the graph, and what the step returned, which a replay writes anew.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    return graph, made

@@ -69,7 +69,7 @@ def _fits(task: Task, vec: int) -> bool:
 
 def _shared_heads(task: Task) -> int:
     """Heads of which a block has room for the scales, beside 32 tokens of what turns, in bf16."""
-    room = SHARED_BYTES - BLOCK * max(2 * task.half, MAX_WORD) * 2  # one vector at least
+    room = SHARED_BYTES - BLOCK * max(2 * task.half, task.tuning.vec) * 2  # one vector at least
     return room // max(1, task.key_dim + task.v)
 
 
